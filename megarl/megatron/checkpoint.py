@@ -1,0 +1,62 @@
+"""Save and load one engine as a Megatron distributed checkpoint, which any layout of the same model can load.
+
+Only the content of a directory is written here; naming it, renaming it when whole, and deadlines are the caller's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megarl.errors import CheckpointError, explain
+from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.engine import Engine
+from megarl.megatron.model import unwrap
+
+# The default of the distributed optimizer ("fully_sharded_model_space") fails on megatron-core 0.16.1 without Transformer Engine.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def save_engine(engine: Engine, directory: Path) -> None:
+    """Write weights and, where the engine is trained, optimizer state into ``directory``, which exists and is empty. Collective."""
+    with CudaMeansCpu():
+        dist_checkpointing.save(_sharded_state(engine, loading=False), str(directory), content_metadata=_METADATA)
+
+
+def load_engine(engine: Engine, directory: Path) -> None:
+    """Load what :func:`save_engine` wrote, from any layout. Collective.
+
+    Raises CheckpointError where the directory holds no checkpoint.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
+    with CudaMeansCpu():
+        state = dist_checkpointing.load(_sharded_state(engine, loading=True), str(directory))
+        _copy_in_place(unwrap(engine.model), state["model"])
+        if engine.optimizer is not None:
+            engine.optimizer.load_state_dict(state["optimizer"])
+            _separate_step_counters(engine.optimizer)
+
+
+def _sharded_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": unwrap(engine.model).sharded_state_dict()}
+    if engine.optimizer is not None:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_METADATA)
+    return state
+
+
+@torch.no_grad()
+def _copy_in_place(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    # In place, since generation engines hold the parameters' memory open.
+    model.load_state_dict(state, strict=True)
+
+
+def _separate_step_counters(optimizer: Any) -> None:
+    """Adam's step count is loaded as one tensor that all parameters share; each increment would then count for all of them."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()

@@ -1,0 +1,113 @@
+"""What megatron-core lacks on a machine without CUDA, in one place.
+
+megatron-core names ``torch.cuda`` where it means "the device of this rank". :func:`install` makes those names mean the CPU; it does
+nothing where CUDA exists, and nothing of megatron-core is copied. Each entry was found by leaving it out; the reason stands beside it.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import megatron.core
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.device import on_gpu
+
+TESTED_VERSIONS = ("0.16.1", "0.19.2")
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Inside it ``device="cuda"``, ``.cuda()`` and CUDA type names mean the CPU, and memory is not pinned.
+
+    A mode and not a patch, since it must reach tensor methods. It costs a Python call per operation, so that it is entered only around
+    building the model, the optimizer's step and checkpoints, never around forward and backward passes.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # gradient clipping and optimizers compare type names
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def check_version() -> str | None:
+    """Return a warning when this megatron-core was never tested with megarl, else None."""
+    version = megatron.core.__version__
+    if version in TESTED_VERSIONS:
+        return None
+    return f"megatron-core {version} is untested with megarl (tested: {', '.join(TESTED_VERSIONS)}); numbers may differ"
+
+
+def install() -> None:
+    """Make megatron-core usable on a CPU; call once per process, before building a model. No-op where CUDA exists."""
+    global _installed  # noqa: PLW0603 - the patched names are global to the process as well
+    if on_gpu() or _installed:
+        return
+    _installed = True
+    torch.cuda.current_device = lambda: _CPU  # every buffer and parameter is created on "the current device"
+    torch.cuda.synchronize = lambda device=None: None  # batched pipeline point-to-point waits for the device
+    torch.cuda.current_stream = lambda device=None: _NullStream()
+    torch.cuda.Stream = _NullStream  # type: ignore[misc,assignment]
+    torch.cuda.Event = _NullEvent  # type: ignore[misc,assignment]
+    _use_plain_results_queue()
+
+
+class _NullStream:
+    """A CPU has one stream, and work on it is done when it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> "_NullStream":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NullEvent(_NullStream):
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _use_plain_results_queue() -> None:
+    """The checkpoint writer takes its results queue from a multiprocessing manager: another process, 15 s for the first save."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if hasattr(filesystem_async, "_get_write_results_queue"):
+        results: queue.Queue = queue.Queue()
+        filesystem_async._get_write_results_queue = lambda: results

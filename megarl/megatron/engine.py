@@ -1,0 +1,167 @@
+"""One model on this rank: forward passes, optimizer steps, weights. It knows nothing of Ray, of roles, or of algorithms.
+
+Each data-parallel replica works on its own rows; all tensor and pipeline ranks of a replica are given the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megarl.device import compute_device
+from megarl.megatron.head import vocab_parallel_log_probs
+from megarl.megatron.losses import LossSpec, MiniBatchTotals
+from megarl.megatron.model import Role, build_model, unwrap, wrap_for_training
+from megarl.megatron.optimizer import OptimizerSettings, build_optimizer, optimizer_step
+from megarl.megatron.packed import PackedTokens, pack
+from megarl.megatron.world import Rank
+from megarl.types import Ragged
+from megarl.weights.table import Architecture
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows that go through the model together."""
+
+    prompts: Ragged
+    responses: Ragged
+    columns: dict[str, Ragged]  # per response token, what the loss needs
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step says; the same on every rank of the group."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    applied: bool  # False: a loss or gradient was not finite, and nothing was changed
+
+
+class Engine:
+    """A model in one layout, with an optimizer where it is trained."""
+
+    def __init__(self, architecture: Architecture, rank: Rank, role: Role, optimizer: OptimizerSettings | None = None):
+        self.architecture, self.rank, self.role = architecture, rank, role
+        self.device = compute_device()
+        self.model = build_model(architecture, rank, role)
+        self.optimizer: Any = None
+        self._optimizer_settings = optimizer
+
+    def enable_training(self) -> None:
+        """Wrap the model and build its optimizer; after the weights were loaded, since master weights are copied from them."""
+        settings = self._optimizer_settings
+        assert settings is not None, "enable_training needs optimizer settings"
+        self.model = wrap_for_training(self.model, distributed_optimizer=settings.distributed)
+        self.optimizer = build_optimizer(self.model, settings, self.role.dtype)
+        self.config.finalize_model_grads_func = _finalize_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    @property
+    def config(self) -> Any:
+        return unwrap(self.model).config
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters under Megatron's local names."""
+        return dict(unwrap(self.model).named_parameters())
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, list[np.ndarray]]:
+        """Outputs at the response tokens of each micro-batch, without gradients.
+
+        Returns name -> one array [R] a micro-batch, in order: ``log_probs`` (and ``entropy``) or ``values``, float32. Empty on ranks
+        that are not the last stage.
+        """
+        unwrap(self.model).eval()
+        outputs = self._run(micro_batches, partial(self._outputs, temperature=temperature, with_entropy=with_entropy), forward_only=True)
+        if not outputs:
+            return {}
+        return {name: [o[name].cpu().numpy() for o in outputs] for name in outputs[0]}
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, lr: float, temperature: float = 1.0) -> StepResult:
+        """One optimizer step on a mini-batch, of which ``micro_batches`` are this replica's part.
+
+        Nothing is changed when a loss or gradient anywhere in the group is not finite (``applied`` is then False).
+        """
+        unwrap(self.model).train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self.gradients(micro_batches, loss, totals, temperature=temperature)
+        grad_norm, applied = optimizer_step(self.optimizer, lr, finite=all(np.isfinite(v) for v in sums.values()))
+        return StepResult(sums, grad_norm, applied)
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, temperature: float = 1.0) -> dict[str, float]:
+        """Accumulate the gradients of a mini-batch in the parameters' ``main_grad``; returns the loss's sums over the group."""
+
+        def with_loss(packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            outputs = self._outputs(packed, micro_batch, logits, temperature=temperature, with_entropy=loss.with_entropy)
+            columns = {n: torch.from_numpy(micro_batch.columns[n].values).to(self.device) for n in loss.needs}
+            lengths = torch.from_numpy(micro_batch.responses.lengths).to(self.device)
+            value, sums = loss(outputs, columns, lengths, totals)
+            return value, torch.ones((), dtype=torch.int), sums
+
+        collected = self._run(micro_batches, with_loss, forward_only=False)
+        return self._sum_over_group(collected)
+
+    def _outputs(self, packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
+        """What the model says at the response tokens. ``logits``: [1, T, V / tp], or [1, T, 1] of a value head."""
+        at_responses = logits[0].index_select(0, packed.predictors)
+        if self.role.head == "value":
+            return {"values": at_responses[:, 0].float()}
+        log_probs, entropy = vocab_parallel_log_probs(
+            at_responses, packed.targets, vocab_size=self.architecture.vocab_size, temperature=temperature, with_entropy=with_entropy
+        )
+        return {"log_probs": log_probs} | ({"entropy": entropy} if entropy is not None else {})
+
+    def _run(self, micro_batches: Sequence[MicroBatch], at_the_end: Any, *, forward_only: bool) -> list[Any]:
+        """Drive Megatron's pipeline schedule over the micro-batches; returns what ``at_the_end`` gave on the last stage."""
+        if not micro_batches:
+            raise ValueError("a replica without micro-batches would leave the others waiting")
+        align = self.rank.layout.tensor if self.rank.layout.sequence_parallel else 1
+        packs = [(pack(m.prompts, m.responses, align=align, device=self.device), m) for m in micro_batches]
+
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+            packed, micro_batch = next(batches)
+            output = model(packed.tokens, packed.positions, attention_mask=None, packed_seq_params=packed.sequences)
+            finish = partial(at_the_end, packed, micro_batch)
+            return output, (lambda logits, non_loss_data=False: finish(logits))
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(packs),
+            model=[self.model],
+            num_microbatches=len(packs),
+            seq_length=packs[0][0].total,  # only a hint: variable_seq_lengths exchanges true shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _sum_over_group(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over micro-batches and replicas, known to every rank. Tensor ranks of the last stage hold equal values."""
+        box: list[Any] = [None]
+        if self.rank.is_last_stage:
+            names = sorted(collected[0])
+            total = torch.stack([torch.stack([c[n].double() for n in names]) for c in collected]).sum(dim=0)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            box = [dict(zip(names, total.tolist(), strict=True))]
+        if self.rank.layout.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return box[0]
+
+
+def _finalize_grads(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Reduce the gradients over replicas, tied embeddings and sequence-parallel norms, and scale by nothing.
+
+    The denominators are in the loss already; Megatron's token count would divide a second time.
+    """
+    finalize_model_grads(model, None, **kwargs)

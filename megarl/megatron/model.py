@@ -1,0 +1,124 @@
+"""Build this rank's part of a model from a Hugging Face configuration and a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.device import compute_device
+from megarl.megatron.attention import PackedAttention
+from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.head import ValueHead
+from megarl.megatron.norm import RMSNorm
+from megarl.megatron.world import Rank
+from megarl.weights.table import Architecture, padded_vocab_size
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one model is for: a value, so that actor, critic and reference share all code."""
+
+    head: str  # "lm": logits over the vocabulary | "value": one number per token
+    trainable: bool
+    dtype: str = "float32"
+
+
+def transformer_config(architecture: Architecture, rank: Rank, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration. Whatever differs between machines or could change numbers silently is said here, once."""
+    layout = rank.layout
+    return TransformerConfig(
+        **architecture.transformer_kwargs(),
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Losses arrive divided by the whole mini-batch's denominator; this keeps Megatron from dividing again by micro-batches or DP.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # demanded beside variable_seq_lengths, also by dense models
+        batch_p2p_comm=False,
+        deallocate_pipeline_outputs=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every weight is loaded
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec for each layer of this stage, with our norm and our attention for packed sequences in it."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    # Given the whole block, and not one layer, since the block would otherwise pick a last norm that refuses sequence parallelism.
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def build_model(architecture: Architecture, rank: Rank, role: Role) -> GPTModel:
+    """This rank's pipeline stage, on this rank's device, with weights still to be loaded."""
+    dtype = DTYPES[role.dtype]
+    config = transformer_config(architecture, rank, dtype)
+    with CudaMeansCpu():
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config),
+            vocab_size=padded_vocab_size(architecture.vocab_size, rank.layout.tensor),
+            max_sequence_length=architecture.max_positions,
+            pre_process=rank.is_first_stage,
+            post_process=rank.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied and role.head == "lm",
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            scatter_embedding_sequence_parallel=True,
+        )
+    if role.head == "value" and rank.is_last_stage:
+        model.output_layer = ValueHead(config)
+    model.to(compute_device())
+    model.requires_grad_(role.trainable)
+    model.train(role.trainable)
+    return model
+
+
+def wrap_for_training(model: GPTModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's DDP: contiguous gradient buffers, summed (not averaged) over data-parallel ranks."""
+    with CudaMeansCpu():
+        return DistributedDataParallel(
+            config=model.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=distributed_optimizer,
+                bucket_size=None,
+            ),
+            module=model,
+        )
+
+
+def unwrap(model: Any) -> GPTModel:
+    """The model inside a DDP wrapper, or itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
