@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.device import compute_device
+from megarl.megatron.cpu import CudaMeansCpu
 from megarl.megatron.head import vocab_parallel_log_probs
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role, build_model, unwrap, wrap_for_training
@@ -25,7 +27,8 @@ from megarl.megatron.optimizer import OptimizerSettings, build_optimizer, optimi
 from megarl.megatron.packed import PackedTokens, pack
 from megarl.megatron.world import Rank
 from megarl.types import Ragged
-from megarl.weights.table import Architecture
+from megarl.weights.families import model_family
+from megarl.weights.hf_io import load_into
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,20 @@ class StepResult:
 class Engine:
     """A model in one layout, with an optimizer where it is trained."""
 
-    def __init__(self, architecture: Architecture, rank: Rank, role: Role, optimizer: OptimizerSettings | None = None):
-        self.architecture, self.rank, self.role = architecture, rank, role
+    def __init__(self, hf_config: dict[str, Any], rank: Rank, role: Role, optimizer: OptimizerSettings | None = None):
+        self.hf_config, self.rank, self.role = hf_config, rank, role
         self.device = compute_device()
-        self.model = build_model(architecture, rank, role)
+        self.model = build_model(hf_config, rank, role)
+        self.shards = model_family(hf_config).shard(hf_config, rank.layout, rank.tensor, rank.pipeline, head=role.head)
+        self.vocab_size = int(hf_config["vocab_size"])
         self.optimizer: Any = None
         self._optimizer_settings = optimizer
+
+    def load_hf(self, directory: Path) -> None:
+        """Load this rank's slices of a Hugging Face directory, in place. A value head that the directory lacks keeps its zeros."""
+        load_into(self.named_parameters(), self.shards, directory)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
 
     def enable_training(self) -> None:
         """Wrap the model and build its optimizer; after the weights were loaded, since master weights are copied from them."""
@@ -117,7 +128,7 @@ class Engine:
         if self.role.head == "value":
             return {"values": at_responses[:, 0].float()}
         log_probs, entropy = vocab_parallel_log_probs(
-            at_responses, packed.targets, vocab_size=self.architecture.vocab_size, temperature=temperature, with_entropy=with_entropy
+            at_responses, packed.targets, vocab_size=self.vocab_size, temperature=temperature, with_entropy=with_entropy
         )
         return {"log_probs": log_probs} | ({"entropy": entropy} if entropy is not None else {})
 
@@ -134,16 +145,17 @@ class Engine:
             finish = partial(at_the_end, packed, micro_batch)
             return output, (lambda logits, non_loss_data=False: finish(logits))
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(packs),
-            model=[self.model],
-            num_microbatches=len(packs),
-            seq_length=packs[0][0].total,  # only a hint: variable_seq_lengths exchanges true shapes
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with CudaMeansCpu():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(packs),
+                model=[self.model],
+                num_microbatches=len(packs),
+                seq_length=packs[0][0].total,  # only a hint: variable_seq_lengths exchanges true shapes
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
 
     def _sum_over_group(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over micro-batches and replicas, known to every rank. Tensor ranks of the last stage hold equal values."""

@@ -9,6 +9,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,7 +24,8 @@ from megarl.megatron.cpu import CudaMeansCpu
 from megarl.megatron.head import ValueHead
 from megarl.megatron.norm import RMSNorm
 from megarl.megatron.world import Rank
-from megarl.weights.table import Architecture, padded_vocab_size
+from megarl.weights.families import model_family
+from megarl.weights.table import padded_vocab_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,11 +39,11 @@ class Role:
     dtype: str = "float32"
 
 
-def transformer_config(architecture: Architecture, rank: Rank, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration. Whatever differs between machines or could change numbers silently is said here, once."""
     layout = rank.layout
     return TransformerConfig(
-        **architecture.transformer_kwargs(),
+        **family_kwargs,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
@@ -78,30 +85,46 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
-def build_model(architecture: Architecture, rank: Rank, role: Role) -> GPTModel:
+def build_model(hf_config: dict[str, Any], rank: Rank, role: Role) -> GPTModel:
     """This rank's pipeline stage, on this rank's device, with weights still to be loaded."""
     dtype = DTYPES[role.dtype]
-    config = transformer_config(architecture, rank, dtype)
+    kwargs = model_family(hf_config).megatron_kwargs(hf_config)
+    model_kwargs = dict(kwargs["model"])
+    model_kwargs["vocab_size"] = padded_vocab_size(model_kwargs["vocab_size"], rank.layout.tensor)
+    if role.head == "value":
+        model_kwargs["share_embeddings_and_output_weights"] = False
+    config = transformer_config(kwargs["transformer"], rank, dtype)
     with CudaMeansCpu():
         model = GPTModel(
             config=config,
             transformer_layer_spec=block_spec(config),
-            vocab_size=padded_vocab_size(architecture.vocab_size, rank.layout.tensor),
-            max_sequence_length=architecture.max_positions,
             pre_process=rank.is_first_stage,
             post_process=rank.is_last_stage,
             parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tied and role.head == "lm",
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
+            **model_kwargs,
             scatter_embedding_sequence_parallel=True,
         )
     if role.head == "value" and rank.is_last_stage:
         model.output_layer = ValueHead(config)
+    _mark_tensor_parallel(model)
     model.to(compute_device())
     model.requires_grad_(role.trainable)
     model.train(role.trainable)
     return model
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Say of each weight that is cut over tensor-parallel ranks that it is.
+
+    megatron-core does so while it initialises a weight, and not at all with ``perform_initialization=False``. An unmarked weight counts
+    as a duplicate: the gradient norm, and with it clipping, would silently miss every rank but the first.
+    """
+    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        axis = next((a for kind, a in axes.items() if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if axis is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
 
 def wrap_for_training(model: GPTModel, *, distributed_optimizer: bool) -> DistributedDataParallel:

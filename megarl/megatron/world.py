@@ -52,16 +52,15 @@ def check_layout(layout: Layout, what: str) -> None:
             raise ConfigError(explain(f"{what} asks for a layout that is not supported yet", where=f"{what}.layout.{name}", got=size, expected=1))
 
 
-def join(rank: int, layout: Layout, init_method: str, timeout_s: float, seed: int) -> Rank:
+def join(rank: int, layout: Layout, store: dist.Store, timeout_s: float, seed: int) -> Rank:
     """Join the worker group as ``rank`` of ``layout.world_size`` and build Megatron's process groups.
 
-    ``init_method`` is torch.distributed's rendezvous URL. Rank order is Megatron's: tensor fastest, then context, data, pipeline.
+    ``store`` is the group's rendezvous; ``timeout_s`` bounds every collective. Rank order is Megatron's: tensor fastest, then context,
+    data, pipeline.
     """
     pin_cpu_threads(1)
     cpu.install()
-    dist.init_process_group(
-        comm_backend(), init_method=init_method, world_size=layout.world_size, rank=rank, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group(comm_backend(), store=store, world_size=layout.world_size, rank=rank, timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -1,0 +1,107 @@
+"""Checkpoints of a run: ``checkpoints/step_N``, written aside and renamed when whole.
+
+    step_N/actor, step_N/critic   Megatron distributed checkpoints
+    step_N/controller.json        what the controller must know to go on; written last
+    step_N/manifest.json          every file and its size; a directory without it, or that disagrees with it, is not whole
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import CheckpointError, explain
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    step: int
+    path: Path
+
+    def state(self) -> dict[str, Any]:
+        """What the controller stored."""
+        return json.loads((self.path / "controller.json").read_text())
+
+
+class CheckpointStore:
+    """The ``checkpoints`` directory of one run."""
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory, self.keep = directory, keep
+
+    def begin(self, step: int, roles: tuple[str, ...]) -> Path:
+        """Make an empty directory aside, with one sub-directory a role; what an earlier attempt left there is removed."""
+        work = self.directory / f"writing_step_{step}"
+        shutil.rmtree(work, ignore_errors=True)
+        for role in roles:
+            (work / role).mkdir(parents=True)
+        return work
+
+    def commit(self, work: Path, step: int, state: dict[str, Any]) -> Checkpoint:
+        """Add the controller's state and the manifest, make all of it durable, give it its name; then drop the oldest."""
+        (work / "controller.json").write_text(json.dumps(state, indent=1))
+        files = {str(p.relative_to(work)): p.stat().st_size for p in sorted(work.rglob("*")) if p.is_file()}
+        (work / "manifest.json").write_text(json.dumps(files, indent=1))
+        for path in [*(work / name for name in files), work / "manifest.json"]:
+            _fsync(path)
+        target = self.directory / f"step_{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(work, target)
+        _fsync(self.directory)
+        self._drop_oldest()
+        return Checkpoint(step, target)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; older ones are looked at when it is not whole."""
+        for step in sorted(self._steps(), reverse=True):
+            path = self.directory / f"step_{step}"
+            if not self.problems(path):
+                return Checkpoint(step, path)
+        return None
+
+    def problems(self, path: Path) -> list[str]:
+        """What keeps a directory from being a whole checkpoint; empty when it is one."""
+        manifest = path / "manifest.json"
+        if not manifest.is_file():
+            return ["manifest.json is missing"]
+        try:
+            files = json.loads(manifest.read_text())
+        except json.JSONDecodeError as error:
+            return [f"manifest.json is damaged: {error}"]
+        found = []
+        for name, size in files.items():
+            file = path / name
+            if not file.is_file():
+                found.append(f"{name} is missing")
+            elif file.stat().st_size != size:
+                found.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        return found
+
+    def require(self, step: int) -> Checkpoint:
+        """Checkpoint ``step``, or CheckpointError that says what is wrong with it."""
+        path = self.directory / f"step_{step}"
+        if problems := self.problems(path):
+            raise CheckpointError(explain("not a whole checkpoint", where=str(path), got="; ".join(problems[:5]), do="resume from another step"))
+        return Checkpoint(step, path)
+
+    def _steps(self) -> list[int]:
+        names = [p.name.removeprefix("step_") for p in self.directory.glob("step_*")]
+        return [int(n) for n in names if n.isdigit()]
+
+    def _drop_oldest(self) -> None:
+        for step in sorted(self._steps())[: -self.keep or None]:
+            shutil.rmtree(self.directory / f"step_{step}")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Where worker groups run: a Ray cluster, started here or joined, and one placement group per worker group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.device import on_gpu
+from megarl.errors import PlacementError, WorkerError, explain
+
+# Every worker computes with one thread: processes share the cores. Returns of workers always go to the object store and never ride in
+# the reply to the controller, which Ray does by itself below 100 kB.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RAY_max_direct_call_object_size": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What one worker group asks for: ``count`` processes, each with a share of a core and perhaps a GPU."""
+
+    group: str
+    count: int
+    cpus: float
+    gpus: float = 0.0
+
+
+def start_cluster(address: str | None) -> None:
+    """Join the Ray cluster at ``address``, or start one on this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if address is not None:
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ConnectionError, ray.exceptions.RaySystemError) as error:
+            raise WorkerError(explain("no Ray cluster answers", where="cluster.address", got=address, do="start one by `ray start --head`")) from error
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: names and interfaces of a network don't matter
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
+
+
+def check_capacity(slots: list[Slots]) -> list[str]:
+    """Compare what the groups ask for with what the cluster has; returns warnings.
+
+    Raises PlacementError that says how many slots are missing and for whom.
+    """
+    have = ray.cluster_resources()
+    for kind, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
+        need = sum(s.count * getattr(s, attribute) for s in slots)
+        if need > have.get(kind, 0.0) + 1e-9:
+            rows = "; ".join(f"{s.group}: {s.count} x {getattr(s, attribute):g}" for s in slots if getattr(s, attribute))
+            raise PlacementError(
+                explain(
+                    f"the placement needs {need:g} {kind} and the cluster has {have.get(kind, 0.0):g}: {need - have.get(kind, 0.0):g} missing",
+                    got=rows,
+                    do="use smaller layouts, a larger cluster" + (", or a smaller cluster.cpu_share_per_process" if kind == "CPU" else ""),
+                )
+            )
+    processes, cores = sum(s.count for s in slots), have.get("CPU", 0.0)
+    if processes > cores:
+        return [f"{processes} worker processes share {cores:g} cores: phases will overlap less than on a larger machine"]
+    return []
+
+
+def reserve(slots: Slots, deadline_s: float) -> PlacementGroup:
+    """Reserve a group's slots, close together; bundle i is rank i's."""
+    bundle = {"CPU": slots.cpus} | ({"GPU": slots.gpus} if slots.gpus else {})
+    group = placement_group([bundle] * slots.count, strategy="PACK")
+    if not group.wait(timeout_seconds=deadline_s):
+        raise PlacementError(explain(f"the slots of {slots.group} were not free within {deadline_s:g} s", got=ray.available_resources(), expected=f"{slots.count} x {bundle}"))
+    return group
+
+
+def spawn(cls: type, slots: Slots, group: PlacementGroup, rank: int, *args: object, **env: str) -> ray.actor.ActorHandle:
+    """Start ``cls(*args)`` as rank ``rank`` of its group, in a process of its own. Never restarted by Ray: what it held would be gone."""
+    passed = {k: os.environ[k] for k in ("GLOO_SOCKET_IFNAME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR") if k in os.environ}
+    options = {
+        "num_cpus": slots.cpus,
+        "num_gpus": slots.gpus,
+        "name": None,
+        "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        "runtime_env": {"env_vars": WORKER_ENV | passed | env},
+    }
+    return ray.remote(cls).options(**options).remote(*args)

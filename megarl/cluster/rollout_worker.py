@@ -1,0 +1,54 @@
+"""A generation engine as a Ray actor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.cluster.worker import open_log, process_facts, timed
+from megarl.config.schema import RolloutConfig
+from megarl.data.prompts import PreparedPrompts
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import GenerationRequest, SamplingSettings
+
+
+class RolloutWorker:
+    """One vLLM engine. It reads prompts by row from the prepared file and returns responses as columns."""
+
+    def __init__(self, index: int, model_dir: str, config: RolloutConfig, max_prompt_tokens: int, seed: int, log_dir: str):
+        open_log(log_dir, f"rollout engine {index}")
+        self.engine = RolloutEngine(model_dir, config, max_prompt_tokens, seed)
+        self.prompts: dict[str, PreparedPrompts] = {}
+
+    def layout(self) -> Any:
+        """What each rank of this engine holds, recorded from vLLM's own loader."""
+        return self.engine.layout()
+
+    def facts(self) -> dict[str, Any]:
+        """Process id and memory."""
+        return process_facts()
+
+    def sync(self, plan: Any, manifests: dict[int, dict[str, Any]], version: int, check: bool) -> Any:
+        """Take over the training side's weights as ``version``."""
+        return self.engine.sync(plan, manifests, version, check)
+
+    @ray.method(num_returns=2)
+    def generate(self, requests: Sequence[GenerationRequest], prompts_path: str, sampling: SamplingSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Draw one response a request.
+
+        Returns columns prompts, responses, rollout_log_probs in request order, then scalars: lengths, truncation, seconds.
+        """
+        with timed() as record:
+            source = self.prompts.setdefault(prompts_path, PreparedPrompts.open(prompts_path))
+            prompts = source.tokens([r.row for r in requests])
+            drawn = self.engine.generate(requests, prompts, sampling)
+        columns = {"prompts": prompts, "responses": drawn.responses, "rollout_log_probs": drawn.log_probs}
+        info = {
+            "prompt_length": prompts.lengths,
+            "response_length": drawn.responses.lengths,
+            "truncated": np.asarray(drawn.truncated, dtype=bool),
+        }
+        return columns, info | record

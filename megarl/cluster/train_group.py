@@ -1,0 +1,242 @@
+"""A worker group of Megatron ranks, as the controller sees it: explicit methods, DataProto in, DataProto out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.algo.moments import Moments
+from megarl.cluster.calls import Call, Pending, RayHandle, names_of, start_call
+from megarl.cluster.placement import Slots, reserve, spawn
+from megarl.cluster.train_worker import RowsRequest, TrainWorker
+from megarl.data.packing import balance, micro_batches
+from megarl.data.proto import DataProto, Piece
+from megarl.errors import DivergedError, explain
+from megarl.megatron.losses import LossSpec, MiniBatchTotals
+from megarl.megatron.model import Role
+from megarl.megatron.optimizer import OptimizerSettings
+from megarl.types import Layout
+from megarl.weights.families import model_family
+from megarl.weights.plan import RankShard
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How one group is placed and how it batches."""
+
+    name: str
+    layout: Layout
+    max_tokens_per_micro_batch: int
+    cpus_per_process: float
+    gpus_per_process: float
+    log_dir: str
+    start_deadline_s: float
+    call_deadline_s: float
+    save_deadline_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step of the group."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    seconds: float
+
+
+def coordinates(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """(tensor, data, pipeline) coordinates of a rank, in Megatron's order: tensor fastest, then context, data, pipeline."""
+    rank, tensor = divmod(rank, layout.tensor)
+    pipeline, data = divmod(rank // layout.context, layout.data)
+    return tensor, data, pipeline
+
+
+class TrainGroup:
+    """Processes that hold one or more models in one Megatron layout."""
+
+    def __init__(self, settings: GroupSettings):
+        self.settings, self.layout = settings, settings.layout
+        self.names = names_of(settings.name, self.layout.world_size)
+        slots = self.slots(settings)
+        placement = reserve(slots, settings.start_deadline_s)
+        self.workers = [
+            spawn(TrainWorker, slots, placement, r, settings.name, r, self.layout, settings.log_dir, settings.call_deadline_s, settings.seed)
+            for r in range(self.layout.world_size)
+        ]
+
+    @staticmethod
+    def slots(settings: GroupSettings) -> Slots:
+        """What the group will ask of the cluster."""
+        return Slots(settings.name, settings.layout.world_size, settings.cpus_per_process, settings.gpus_per_process)
+
+    # --- start -----------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Pending[list[dict[str, Any]]]:
+        """Let the processes find each other; the result is one record a rank (pid, memory, warning)."""
+        deadline = self.settings.start_deadline_s
+        address = start_call("start", self.names[:1], [self.workers[0].open_store.remote()], deadline).wait()[0]
+        return Pending(self._call("start", [w.join.remote(*address) for w in self.workers], deadline), list)
+
+    def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None = None, *, share: bool = False) -> Pending[list[dict[str, Any]]]:
+        """Build role ``name`` from a Hugging Face directory on every rank."""
+        refs = [w.load.remote(name, directory, role, optimizer, share) for w in self.workers]
+        return Pending(self._call(f"load {name}", refs, self.settings.start_deadline_s), list)
+
+    def rank_shards(self, hf_config: dict[str, Any]) -> list[RankShard]:
+        """Which slices of the model each rank of the first replica holds, for the reshard plan."""
+        family = model_family(hf_config)
+        shards = []
+        for rank in range(self.layout.world_size):
+            tensor, data, pipeline = coordinates(self.layout, rank)
+            if data == 0:
+                shards.append(RankShard(rank, 0, family.shard(hf_config, self.layout, tensor, pipeline)))
+        return shards
+
+    def manifests(self, name: str) -> dict[int, dict[str, Any]]:
+        """Rank -> where its parameters lie in shared memory."""
+        found = self._call("share weights", [w.manifest.remote(name) for w in self.workers]).wait()
+        return dict(enumerate(found))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Worker name -> process id and memory."""
+        return dict(zip(self.names, self._call("facts", [w.facts.remote() for w in self.workers]).wait(), strict=True))
+
+    # --- columns ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, name: str, batch: DataProto, renames: dict[str, str], *, temperature: float = 1.0, phase: str) -> Pending[tuple[DataProto, float]]:
+        """Run role ``name`` over the batch; the result has the renamed outputs as columns, and says how many seconds it took."""
+        requests = self._requests(batch, ("prompts", "responses"), range(len(batch)))
+        pairs = [w.forward.remote(name, requests[self._data(r)], temperature, renames) for r, w in enumerate(self.workers)]
+        call = self._call(phase, [info for _, info in pairs])
+        pieces = [Piece(requests[self._data(r)].rows, RayHandle(pairs[r][0])) for r in self._reporters()]
+
+        def finish(infos: list[dict[str, Any]]) -> tuple[DataProto, float]:
+            out = batch
+            for new in renames.values():
+                out = out.with_column(new, pieces)
+            return out, max(i["seconds"] for i in infos)
+
+        return Pending(call, finish)
+
+    def map_columns(self, method: str, batch: DataProto, needs: tuple[str, ...], produces: tuple[str, ...], arguments: Any, *, phase: str) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Compute columns from columns on the reporting rank of each replica; ``arguments(rows)`` gives what the method takes besides."""
+        requests = self._requests(batch, needs, range(len(batch)))
+        reporters = self._reporters()
+        chosen = [requests[self._data(r)] for r in reporters]
+        pairs = [getattr(self.workers[r], method).remote(q, *arguments(q.rows)) for r, q in zip(reporters, chosen, strict=True)]
+        call = Call(phase, tuple(self.names[r] for r in reporters), tuple(info for _, info in pairs), self.settings.call_deadline_s)
+        pieces = [Piece(q.rows, RayHandle(columns)) for q, (columns, _) in zip(chosen, pairs, strict=True)]
+
+        def finish(infos: list[dict[str, Any]]) -> tuple[DataProto, list[dict[str, Any]]]:
+            out = batch
+            for new in produces:
+                out = out.with_column(new, pieces)
+            return out, infos
+
+        return Pending(call, finish)
+
+    def compare_log_probs(self, batch: DataProto) -> Pending[list[dict[str, Any]]]:
+        """How far rollout_log_probs are from log_probs; one record a replica."""
+        pending = self.map_columns("compare_log_probs", batch, ("rollout_log_probs", "log_probs"), (), lambda rows: (), phase="compare log-probs")
+        return Pending(pending.call, list)
+
+    def apply_kl_penalty(self, batch: DataProto, scores: np.ndarray, *, coef: float, estimator: str) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Add ``token_rewards``. ``scores``: [B]."""
+        return self.map_columns(
+            "apply_kl_penalty",
+            batch,
+            ("log_probs", "ref_log_probs"),
+            ("token_rewards",),
+            lambda rows: (scores[list(rows)], coef, estimator),
+            phase="kl penalty",
+        )
+
+    def compute_gae(self, batch: DataProto, *, gamma: float, lam: float) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Add ``raw_advantages`` and ``returns``."""
+        return self.map_columns(
+            "compute_gae", batch, ("token_rewards", "values"), ("raw_advantages", "returns"), lambda rows: (gamma, lam, None), phase="advantages"
+        )
+
+    def whiten(self, batch: DataProto, moments: Moments | None) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Add ``advantages`` from ``raw_advantages``."""
+        return self.map_columns("whiten", batch, ("raw_advantages",), ("advantages",), lambda rows: (moments,), phase="advantages")
+
+    # --- update ----------------------------------------------------------------------------------------------------------------
+
+    def train_step(self, name: str, batch: DataProto, rows: Sequence[int], loss: LossSpec, *, lr: float, temperature: float = 1.0, phase: str) -> Pending[UpdateResult]:
+        """One optimizer step of role ``name`` on the samples ``rows``.
+
+        The result raises DivergedError where a loss or gradient was not finite; nothing was changed then.
+        """
+        totals = MiniBatchTotals(tokens=int(batch.info.response_length[list(rows)].sum()), samples=len(rows))
+        requests = self._requests(batch, ("prompts", "responses", *loss.needs), rows)
+        refs = [w.train.remote(name, requests[self._data(r)], loss, totals, lr, temperature) for r, w in enumerate(self.workers)]
+
+        def finish(results: list[dict[str, Any]]) -> UpdateResult:
+            first = results[0]
+            if not first["applied"]:
+                raise DivergedError(
+                    explain(f"a loss or gradient of {name} is not finite; the step was not applied", where=phase, got=first["sums"] | {"grad_norm": first["grad_norm"]}, expected="finite numbers")
+                )
+            return UpdateResult(first["sums"], first["grad_norm"], max(r["seconds"] for r in results))
+
+        return Pending(self._call(phase, refs), finish)
+
+    # --- disk ------------------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, directory: str) -> Pending[list[dict[str, float]]]:
+        """Write role ``name`` as a distributed checkpoint."""
+        return Pending(self._call(f"save {name}", [w.save.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list)
+
+    def restore(self, name: str, directory: str) -> Pending[list[dict[str, float]]]:
+        """Load role ``name`` from a distributed checkpoint."""
+        return Pending(self._call(f"restore {name}", [w.restore.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list)
+
+    def export(self, name: str, work_dir: str, target: str, tokenizer_dir: str) -> None:
+        """Write role ``name`` as a Hugging Face directory ``target``; every rank writes its own slices, nothing is gathered."""
+        deadline = self.settings.save_deadline_s
+        first = self.names[:1]
+        start_call("export", first, [self.workers[0].begin_export.remote(name, work_dir)], deadline).wait()
+        self._call("export", [w.write_export.remote(name, work_dir) for w in self.workers], deadline).wait()
+        start_call("export", first, [self.workers[0].finish_export.remote(work_dir, target, tokenizer_dir)], deadline).wait()
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+    # --- inside ----------------------------------------------------------------------------------------------------------------
+
+    def _call(self, phase: str, refs: list[Any], deadline_s: float | None = None) -> Call:
+        return start_call(phase, self.names, refs, deadline_s or self.settings.call_deadline_s)
+
+    def _data(self, rank: int) -> int:
+        return coordinates(self.layout, rank)[1]
+
+    def _reporters(self) -> list[int]:
+        """Ranks that return columns, one a replica, in order of the replicas."""
+        found = {}
+        for rank in range(self.layout.world_size):
+            tensor, data, pipeline = coordinates(self.layout, rank)
+            if tensor == 0 and pipeline == self.layout.pipeline - 1:
+                found.setdefault(data, rank)
+        return [found[d] for d in range(self.layout.data)]
+
+    def _requests(self, batch: DataProto, columns: tuple[str, ...], rows: Sequence[int]) -> list[RowsRequest]:
+        """One request a replica: rows balanced by tokens, cut into equal numbers of micro-batches."""
+        rows = list(rows)
+        lengths = (batch.info.prompt_length + batch.info.response_length)[rows]
+        limit = self.settings.max_tokens_per_micro_batch
+        parts = balance(lengths, self.layout.data)
+        count = max(len(micro_batches(lengths[part], limit)) for part in parts)
+        pieces = {name: tuple(batch.pieces(name)) for name in columns}
+        requests = []
+        for part in parts:
+            cut = micro_batches(lengths[part], limit, min_count=count)
+            requests.append(RowsRequest(pieces, tuple(tuple(rows[part[i]] for i in group) for group in cut)))
+        return requests

@@ -1,0 +1,233 @@
+"""One Megatron rank as a Ray actor. It fetches its rows from handles, runs the engine, and returns columns of those rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+
+from megarl.algo.advantages import ADVANTAGE_ESTIMATORS
+from megarl.algo.kl import kl_penalised_rewards
+from megarl.algo.moments import Moments, whiten
+from megarl.cluster.worker import open_log, process_facts, timed
+from megarl.data.proto import Piece, gather_rows
+from megarl.errors import SyncError, explain
+from megarl.megatron import checkpoint, cpu, world
+from megarl.megatron.engine import Engine, MicroBatch
+from megarl.megatron.losses import LossSpec, MiniBatchTotals
+from megarl.megatron.model import Role
+from megarl.megatron.optimizer import OptimizerSettings
+from megarl.types import Layout, Ragged
+from megarl.weights.families import read_hf_config
+from megarl.weights.hf_export import HfExport
+from megarl.weights.shared import SharedParameters
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """The rows of one data-parallel replica: where their columns are, and which go through the model together."""
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    micro_batches: tuple[tuple[int, ...], ...]  # rows of the batch
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(row for batch in self.micro_batches for row in batch)
+
+    def fetch(self) -> dict[str, Ragged]:
+        """Every column, for ``rows``, in that order."""
+        return gather_rows(self.pieces, self.rows)
+
+
+class TrainWorker:
+    """Holds the engines of the roles that share this layout (actor and reference; critic)."""
+
+    def __init__(self, group: str, rank: int, layout: Layout, log_dir: str, timeout_s: float, seed: int):
+        open_log(log_dir, f"{group} rank {rank}")
+        self.group, self.index, self.layout = group, rank, layout
+        self.timeout_s, self.seed = timeout_s, seed
+        self.engines: dict[str, Engine] = {}
+        self.shared: SharedParameters | None = None
+        self._store: dist.TCPStore | None = None
+
+    # --- start -----------------------------------------------------------------------------------------------------------------
+
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0: open the group's rendezvous; returns its address. The port is bound here and now, so that nobody can take it."""
+        host = "127.0.0.1" if ray.util.get_node_ip_address().startswith("127.") else ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, self.layout.world_size, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join(self, host: str, port: int) -> dict[str, Any]:
+        """Join the group's process groups."""
+        store = self._store or dist.TCPStore(host, port, self.layout.world_size, is_master=False)
+        self.rank = world.join(self.index, self.layout, store, self.timeout_s, self.seed)
+        return process_facts() | {"warning": cpu.check_version()}
+
+    def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None, share: bool) -> dict[str, Any]:
+        """Build (or build anew) the model of role ``name`` and load a Hugging Face directory into it.
+
+        ``share``: put its parameters into memory that generation engines on this host can open.
+        """
+        with timed() as record:
+            engine = Engine(read_hf_config(directory), self.rank, role, optimizer)
+            if share:
+                self._share(engine)
+            engine.load_hf(Path(directory))
+            if role.trainable:
+                engine.enable_training()
+            self.engines[name] = engine
+        return process_facts() | record
+
+    def _share(self, engine: Engine) -> None:
+        parameters = engine.named_parameters()
+        self.shared = SharedParameters.create({n: (tuple(p.shape), p.dtype) for n, p in parameters.items()})
+        for name, parameter in parameters.items():
+            parameter.data = self.shared.tensors[name]
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """Where a generation engine on this host finds the parameters of role ``name``, as they are now."""
+        if self.shared is None:
+            raise SyncError(explain("no parameters are shared", where=f"{self.group} rank {self.index}", do="load the role with share=True"))
+        for parameter, tensor in zip(self.engines[name].named_parameters().values(), self.shared.tensors.values(), strict=True):
+            if parameter.data_ptr() != tensor.data_ptr():
+                raise SyncError(explain("a parameter has left the shared memory", where=f"{self.group} rank {self.index}", do="this is a bug of megarl; report it"))
+        return self.shared.manifest()
+
+    def facts(self) -> dict[str, Any]:
+        """Process id and memory."""
+        return process_facts()
+
+    # --- forward ---------------------------------------------------------------------------------------------------------------
+
+    @ray.method(num_returns=2)
+    def forward(self, name: str, request: RowsRequest, temperature: float, renames: Mapping[str, str]) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """Run role ``name`` over the rows. Returns its outputs as columns (renamed by ``renames``), then how long it took.
+
+        Every rank of the replica takes part; only the reporting one returns columns.
+        """
+        with timed() as record:
+            columns = request.fetch()
+            outputs = self.engines[name].forward(
+                _cut(columns, request, ()), temperature=temperature, with_entropy="entropy" in renames
+            )
+            result = {}
+            if self.rank.reports:
+                offsets = columns["responses"].offsets
+                result = {new: Ragged(np.concatenate(outputs[old]), offsets) for old, new in renames.items()}
+        return result, record
+
+    # --- update ----------------------------------------------------------------------------------------------------------------
+
+    def train(self, name: str, request: RowsRequest, loss: LossSpec, totals: MiniBatchTotals, lr: float, temperature: float) -> dict[str, Any]:
+        """One optimizer step of role ``name`` on this replica's part of a mini-batch."""
+        with timed() as record:
+            micro_batches = _cut(request.fetch(), request, loss.needs)
+            step = self.engines[name].train_step(micro_batches, loss, totals, lr=lr, temperature=temperature)
+        return {"sums": step.sums, "grad_norm": step.grad_norm, "applied": step.applied} | record
+
+    # --- columns computed from columns -------------------------------------------------------------------------------------------
+
+    @ray.method(num_returns=2)
+    def compare_log_probs(self, request: RowsRequest) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """How far the generation engine's log-probs of its tokens are from this side's; no column is produced."""
+        rollout, trained = _tensors(request.fetch(), "rollout_log_probs", "log_probs")
+        gap = (rollout.double() - trained.double()).abs()
+        probability_gap = (rollout.double().exp() - trained.double().exp()).abs()
+        return {}, {"max": float(gap.max()), "prob_max": float(probability_gap.max()), "prob_sum": float(probability_gap.sum()), "count": gap.numel()}
+
+    @ray.method(num_returns=2)
+    def apply_kl_penalty(self, request: RowsRequest, scores: np.ndarray, coef: float, estimator: str) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """Token rewards: the score on the last token minus ``coef`` x KL to the reference on each. ``scores``: [rows]."""
+        columns = request.fetch()
+        log_probs = columns["log_probs"]
+        rewards, kl = kl_penalised_rewards(
+            torch.from_numpy(scores), *_tensors(columns, "log_probs", "ref_log_probs"), torch.from_numpy(log_probs.offsets), coef=coef, estimator=estimator
+        )
+        info = {"kl_sum": float(kl.double().sum()), "tokens": len(log_probs.values), "samples": len(log_probs)}
+        info |= _mean_min_max("rewards", torch.zeros(len(log_probs)).double().index_add(0, _owners(log_probs), rewards.double()))
+        return {"token_rewards": Ragged(rewards.float().numpy(), log_probs.offsets)}, info
+
+    @ray.method(num_returns=2)
+    def compute_gae(self, request: RowsRequest, gamma: float, lam: float, bootstrap: np.ndarray | None) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """Advantages (not yet whitened) and returns, and what whitening and metrics need of them."""
+        columns = request.fetch()
+        offsets = columns["token_rewards"].offsets
+        rewards, values = _tensors(columns, "token_rewards", "values")
+        advantages, returns = ADVANTAGE_ESTIMATORS["gae"](
+            rewards, values, torch.from_numpy(offsets), gamma=gamma, lam=lam, bootstrap_values=None if bootstrap is None else torch.from_numpy(bootstrap)
+        )
+        result = {"raw_advantages": Ragged(advantages.float().numpy(), offsets), "returns": Ragged(returns.float().numpy(), offsets)}
+        residual = returns.double() - values.double()
+        info: dict[str, Any] = {"moments": Moments.of(advantages), "returns": Moments.of(returns), "residual": Moments.of(residual)}
+        info |= _mean_min_max("values", values) | _mean_min_max("return", returns)
+        return result, info
+
+    @ray.method(num_returns=2)
+    def whiten(self, request: RowsRequest, moments: Moments | None) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """``raw_advantages`` shifted and scaled by the moments of the whole step; as they are without moments."""
+        raw = request.fetch()["raw_advantages"]
+        (advantages,) = _tensors({"raw": raw}, "raw")
+        if moments is not None:
+            advantages = whiten(advantages, moments)
+        return {"advantages": Ragged(advantages.float().numpy(), raw.offsets)}, _mean_min_max("advantages", advantages)
+
+    # --- disk ------------------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, directory: str) -> dict[str, float]:
+        """Write role ``name`` as a distributed checkpoint into an existing, empty directory. Collective."""
+        with timed() as record:
+            checkpoint.save_engine(self.engines[name], Path(directory))
+        return record
+
+    def restore(self, name: str, directory: str) -> dict[str, float]:
+        """Load role ``name`` from a distributed checkpoint. Collective."""
+        with timed() as record:
+            checkpoint.load_engine(self.engines[name], Path(directory))
+        return record
+
+    def begin_export(self, name: str, directory: str) -> None:
+        """On rank 0: lay out the files of a Hugging Face directory, into which every rank then writes its own part."""
+        engine = self.engines[name]
+        dtype = next(iter(engine.named_parameters().values())).dtype
+        HfExport.create(Path(directory), engine.hf_config, dtype, self.layout, head=engine.role.head)
+
+    def write_export(self, name: str, directory: str) -> None:
+        """Write this rank's parameters of role ``name`` into the files; one replica does."""
+        engine = self.engines[name]
+        if self.rank.data == 0:
+            HfExport.open(Path(directory)).write(engine.named_parameters(), engine.shards, self.rank.tensor)
+
+    def finish_export(self, directory: str, target: str, tokenizer_dir: str) -> None:
+        """On rank 0: add configuration and tokenizer, and give the directory its name."""
+        HfExport.open(Path(directory)).finish(Path(target), Path(tokenizer_dir))
+
+
+def _cut(columns: dict[str, Ragged], request: RowsRequest, needs: Sequence[str]) -> list[MicroBatch]:
+    """Cut columns in request order into micro-batches."""
+    batches, start = [], 0
+    for rows in request.micro_batches:
+        take: Callable[[str], Ragged] = lambda name, at=range(start, start + len(rows)): columns[name].take(at)  # noqa: E731
+        batches.append(MicroBatch(take("prompts"), take("responses"), {name: take(name) for name in needs}))
+        start += len(rows)
+    return batches
+
+
+def _tensors(columns: dict[str, Ragged], *names: str) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.array(columns[n].values)) for n in names]
+
+
+def _owners(column: Ragged) -> torch.Tensor:
+    """[N]: which row each token belongs to."""
+    return torch.from_numpy(np.repeat(np.arange(len(column)), column.lengths))
+
+
+def _mean_min_max(name: str, x: torch.Tensor) -> dict[str, Any]:
+    x = x.double()
+    return {f"{name}/sum": float(x.sum()), f"{name}/count": x.numel(), f"{name}/min": float(x.min()), f"{name}/max": float(x.max())}

@@ -1,0 +1,43 @@
+"""What all worker processes share: their log file, and what they can tell of themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+
+def open_log(log_dir: str, name: str) -> None:
+    """Send this process's output, that of its C++ parts included, to ``log_dir/name.log``."""
+    path = Path(log_dir) / f"{name.replace(' ', '-')}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+
+
+def process_facts() -> dict[str, float | int]:
+    """Process id and peak resident memory (bytes) of this process."""
+    import resource
+
+    return {
+        "pid": os.getpid(),
+        "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss": psutil.Process().memory_info().rss,
+    }
+
+
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Yield a record whose ``seconds`` are set when the block ends."""
+    record = {"seconds": 0.0}
+    began = time.monotonic()
+    yield record
+    record["seconds"] = time.monotonic() - began

@@ -1,0 +1,104 @@
+"""Which worker groups a recipe asks for, and which model each of their roles holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megarl.cluster.calls import wait_all
+from megarl.cluster.placement import check_capacity
+from megarl.cluster.reward_worker import RewardGroup, RewardSettings
+from megarl.cluster.rollout_group import RolloutGroup, RolloutSettings
+from megarl.cluster.train_group import GroupSettings, TrainGroup
+from megarl.config.schema import ActorConfig, Config, CriticConfig, OptimConfig
+from megarl.controller.context import Groups, RunPaths
+from megarl.device import on_gpu
+from megarl.megatron.model import Role
+from megarl.megatron.optimizer import OptimizerSettings
+from megarl.megatron.world import check_layout
+from megarl.types import Layout
+from megarl.weights.families import read_hf_config
+
+
+def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any]]:
+    """Place and start every worker group; returns them, and what they said at the start.
+
+    Raises PlacementError before anything is started when the cluster has too few slots.
+    """
+    actor = _train_settings("actor", config.actor, config, paths)
+    critic = _train_settings("critic", config.critic, config, paths) if needs_critic(config) else None
+    rollout = RolloutSettings(
+        model_dir=config.model,
+        config=config.rollout,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        cpus_per_process=config.cluster.cpu_share_per_process,
+        gpus_per_process=1.0 if on_gpu() else 0.0,
+        log_dir=str(paths.logs),
+        start_deadline_s=config.cluster.start_deadline_s,
+        call_deadline_s=config.cluster.call_deadline_s,
+        seed=config.run.seed,
+    )
+    rewards = RewardSettings(
+        tokenizer_dir=config.model,
+        config=config.reward,
+        cpus_per_process=config.cluster.cpu_share_per_process,
+        log_dir=str(paths.logs),
+        start_deadline_s=config.cluster.start_deadline_s,
+        call_deadline_s=config.cluster.call_deadline_s,
+    )
+    slots = [TrainGroup.slots(s) for s in (actor, critic) if s] + [RolloutGroup.slots(rollout), RewardGroup.slots(rewards)]
+    warnings = check_capacity(slots)
+    # The engine takes longest to start, so it goes first.
+    groups = Groups(
+        rollout=RolloutGroup(rollout), actor=TrainGroup(actor), critic=TrainGroup(critic) if critic else None, rewards=RewardGroup(rewards)
+    )
+    started = [g.start() for g in (groups.actor, groups.critic) if g is not None]
+    layouts, *records = wait_all(groups.rollout.start(), *started, groups.rewards.start())
+    groups.rollout.connect(groups.actor, read_hf_config(config.model), layouts)
+    warnings += sorted({r["warning"] for r in records[0] if r.get("warning")})
+    return groups, {"warnings": warnings}
+
+
+def needs_critic(config: Config) -> bool:
+    """True for the estimators that use a value function."""
+    return config.algorithm.advantage_estimator == "gae"
+
+
+def load_actor(groups: Groups, config: Config, model: str, *, lr: float | None = None) -> None:
+    """Give the actor's group a fresh actor (new optimizer) from a Hugging Face directory."""
+    role = Role(head="lm", trainable=True, dtype=config.actor.dtype)
+    groups.actor.load("actor", model, role, optimizer_settings(config.actor.optim, lr), share=True).result()
+
+
+def load_roles(groups: Groups, config: Config, model: str) -> None:
+    """Load actor, reference and critic of PPO. ``model``: what the actor starts from, and the others unless the recipe names theirs."""
+    load_actor(groups, config, model)
+    calls = [groups.actor.load("reference", config.reference or model, Role(head="lm", trainable=False, dtype=config.actor.dtype))]
+    if groups.critic is not None:
+        role = Role(head="value", trainable=True, dtype=config.critic.dtype)
+        calls.append(groups.critic.load("critic", config.critic.model or model, role, optimizer_settings(config.critic.optim)))
+    wait_all(*calls)
+
+
+def optimizer_settings(optim: OptimConfig, lr: float | None = None) -> OptimizerSettings:
+    """The engine's form of an optimizer section."""
+    settings = OptimizerSettings(optim.lr, tuple(optim.betas), optim.eps, optim.weight_decay, optim.clip_grad, optim.distributed)
+    return settings if lr is None else replace(settings, lr=lr)
+
+
+def _train_settings(name: str, part: ActorConfig | CriticConfig, config: Config, paths: RunPaths) -> GroupSettings:
+    layout = Layout(**{f: getattr(part.layout, f) for f in part.layout.__dataclass_fields__})
+    check_layout(layout, name)
+    cluster = config.cluster
+    return GroupSettings(
+        name=name,
+        layout=layout,
+        max_tokens_per_micro_batch=part.max_tokens_per_micro_batch,
+        cpus_per_process=cluster.cpu_share_per_process,
+        gpus_per_process=1.0 if on_gpu() else 0.0,
+        log_dir=str(paths.logs),
+        start_deadline_s=cluster.start_deadline_s,
+        call_deadline_s=cluster.call_deadline_s,
+        save_deadline_s=cluster.save_deadline_s,
+        seed=config.run.seed,
+    )

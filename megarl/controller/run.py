@@ -1,0 +1,169 @@
+"""A whole run: prepare, start, warm up or resume, step, evaluate, export. ``megarl train`` is this."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl.algo.kl import AdaptiveKLController, FixedKLController
+from megarl.checkpoint.store import Checkpoint, CheckpointStore
+from megarl.cluster.calls import wait_all
+from megarl.cluster.placement import start_cluster
+from megarl.config.schema import Config
+from megarl.controller.context import Context, Groups, RunPaths
+from megarl.controller.evaluate import Evaluation, evaluate
+from megarl.controller.prepare import Prepared, prepare
+from megarl.controller.roles import load_roles, start_groups
+from megarl.controller.step import ppo_step
+from megarl.controller.warm_start import warm_start
+from megarl.data.cursor import PromptCursor
+from megarl.errors import EXIT_DONE
+from megarl.observe.metrics import MetricsLog
+from megarl.observe.progress import Progress
+from megarl.observe.report import write_report
+from megarl.types import SamplingSettings
+
+
+def train(config: Config) -> int:
+    """Run the recipe to its last step, from the newest checkpoint of its run directory if there is one; returns the exit code."""
+    for module in config.plugins:
+        importlib.import_module(module)
+    paths = RunPaths(Path(config.run.dir).resolve())
+    prepared = prepare(config, paths)  # everything that can be wrong without a worker is found here
+    store = CheckpointStore(paths.checkpoints, config.run.keep_checkpoints)
+    found = store.newest()
+    if found is not None and found.step >= config.run.total_steps:
+        print(f"nothing to do: {found.path} is step {found.step} of {config.run.total_steps}")
+        return EXIT_DONE
+
+    began = time.monotonic()
+    start_cluster(config.cluster.address)
+    try:
+        groups, facts = start_groups(config, paths)
+        for warning in facts["warnings"]:
+            print(f"warning: {warning}")
+        print(f"started {_count_processes(groups)} worker processes in {time.monotonic() - began:.1f} s")
+        _record(paths, {"start_s": time.monotonic() - began})
+        run = new_context(config, paths, groups, prepared)
+        begin(run, found)
+        first = _evaluate(run, "eval_start") if found is None else None
+        loop(run, store)
+        return finish(run, store, first)
+    finally:
+        ray.shutdown()
+
+
+def new_context(config: Config, paths: RunPaths, groups: Groups, prepared: Prepared) -> Context:
+    """A run at step 0."""
+    kl = config.algorithm.kl
+    coef = kl.coef if kl.where == "reward" else 0.0
+    controller = AdaptiveKLController(coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKLController(coef)
+    rollout = config.rollout
+    return Context(
+        config=config,
+        paths=paths,
+        groups=groups,
+        cursor=PromptCursor(prepared.train_rows, shuffle=config.data.shuffle, seed=config.run.seed),
+        kl=controller,
+        sampling=SamplingSettings(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, prepared.stop_token_ids),
+    )
+
+
+def begin(run: Context, found: Checkpoint | None) -> None:
+    """Bring the roles to where the run goes on: the warm start's model, then the newest checkpoint."""
+    config, paths = run.config, run.paths
+    model = config.model
+    if config.warm_start.enabled:
+        if not (paths.warm_start_model / "config.json").is_file():
+            reached = warm_start(run, print)
+            print(f"warm start done: reward {reached}; PPO starts from {paths.warm_start_model}")
+        model = str(paths.warm_start_model)
+    load_roles(run.groups, config, model)
+    run.version += 1
+    if found is not None:
+        restore(run, found)
+        print(f"resumed from {found.path}: step {found.step} of {config.run.total_steps} is done")
+
+
+def loop(run: Context, store: CheckpointStore) -> None:
+    """PPO steps up to the last, with metrics, evaluations and checkpoints as the recipe asks."""
+    config = run.config
+    log = MetricsLog(run.paths.root, resume_from=run.step)
+    progress = Progress(config.run.total_steps, done=run.step)
+    with progress:
+        for step in range(run.step + 1, config.run.total_steps + 1):
+            metrics = ppo_step(run, step)
+            run.step = step
+            last = step == config.run.total_steps
+            if _due(config.run.eval_every_steps, step) and not last and config.data.val_files:
+                metrics["val/reward/mean"] = evaluate(run, log_name=f"eval_{step}").reward
+            if _due(config.run.save_every_steps, step) or last:
+                metrics["timing_s/save_checkpoint"] = save(run, store)
+            log.write(step, metrics)
+            progress.step(step, metrics)
+
+
+def save(run: Context, store: CheckpointStore) -> float:
+    """Write a checkpoint of the step just done; returns seconds. All calls have deadlines, so that a dead writer is an error."""
+    began = time.monotonic()
+    groups = run.groups
+    roles = {"actor": groups.actor} | ({"critic": groups.critic} if groups.critic is not None else {})
+    work = store.begin(run.step, tuple(roles))
+    wait_all(*(group.save(role, str(work / role)) for role, group in roles.items()))
+    store.commit(work, run.step, run.state_dict())
+    return time.monotonic() - began
+
+
+def restore(run: Context, found: Checkpoint) -> None:
+    """Load a checkpoint into roles and controller."""
+    groups = run.groups
+    roles = {"actor": groups.actor} | ({"critic": groups.critic} if groups.critic is not None else {})
+    wait_all(*(group.restore(role, str(found.path / role)) for role, group in roles.items()))
+    run.load_state_dict(found.state())
+
+
+def finish(run: Context, store: CheckpointStore, first: Evaluation | None) -> int:
+    """Evaluate and export the result, write the report, and say where everything is."""
+    config, paths = run.config, run.paths
+    last = _evaluate(run, "eval_end")
+    if config.run.export_hf:
+        run.groups.actor.export("actor", str(paths.final_model.with_name("writing_model")), str(paths.final_model), config.model)
+    memory = {name: facts for group in run.groups.all() for name, facts in group.facts().items()}
+    _record(paths, {"memory": memory, "eval_end": vars(last) if last else None})
+    report = write_report(paths.root)
+    checkpoint = store.require(run.step).path
+    before = json.loads((paths.root / "run.json").read_text()).get("eval_start")
+    reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else f"held-out reward {last}" if last else "no held-out prompts"
+    print(f"done: {run.step} steps; {reward}; checkpoint {checkpoint}; model {paths.final_model if config.run.export_hf else 'not exported'}; report {report}")
+    return EXIT_DONE
+
+
+def _evaluate(run: Context, name: str) -> Evaluation | None:
+    if not run.config.data.val_files:
+        return None
+    measured = evaluate(run, log_name=name)
+    print(f"{'before' if name == 'eval_start' else 'after'} PPO: reward {measured}")
+    _record(run.paths, {name: vars(measured)})
+    return measured
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _count_processes(groups: Groups) -> int:
+    return sum(len(g.workers) if hasattr(g, "workers") else 1 for g in groups.all())
+
+
+def _record(paths: RunPaths, facts: dict[str, Any]) -> None:
+    """Add facts to run.json, which the report reads."""
+    file = paths.root / "run.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    aside = file.with_suffix(".writing")
+    aside.write_text(json.dumps(known | facts, indent=1))
+    aside.replace(file)

@@ -1,0 +1,133 @@
+"""One PPO step, top to bottom. Nothing reads a column that is written later.
+
+    column              written by                     read by
+    prompts, responses  rollout                        rewards, actor, reference, critic
+    rollout_log_probs   rollout                        the comparison with the actor's
+    log_probs           actor, before its update       KL penalty, policy loss
+    ref_log_probs       reference                      KL penalty
+    values              critic, before its update      advantages, value loss
+    token_rewards       KL penalty                     advantages
+    raw_advantages      advantages                     whitening
+    returns             advantages                     value loss
+    advantages          whitening                      policy loss
+
+Groups on disjoint processes run side by side; calls to one group run in the order in which they are made.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from megarl.cluster.calls import METER, wait_all
+from megarl.controller import metrics
+from megarl.controller.context import Context, sample_requests
+from megarl.data.proto import DataProto
+from megarl.megatron.losses import PolicyLossSpec, ValueLossSpec
+from megarl.rewards.policy import apply_failure_policy
+from megarl.types import Scores
+
+Metrics = dict[str, float]
+
+
+def ppo_step(run: Context, step: int) -> Metrics:
+    """Draw samples, score them, and update critic and actor on them."""
+    config, groups = run.config, run.groups
+    METER.reset()
+    began = time.monotonic()
+    m = metrics.StepMetrics()
+
+    rows = run.cursor.take(config.rollout.prompts_per_step)
+    m.add_sync(groups.rollout.sync_weights(groups.actor, "actor", run.version))
+
+    requests, prompt_of = sample_requests(rows, config.rollout.responses_per_prompt, seed=config.run.seed, step=step)
+    batch, m.seconds["gen"] = groups.rollout.generate_sequences(requests, prompt_of, str(run.paths.train_prompts), run.sampling).result()
+
+    scores, m.seconds["reward"] = groups.rewards.score(
+        batch, str(run.paths.train_prompts), log_path=str(run.paths.rollouts(step)), log_count=config.run.log_rollouts
+    ).result()
+    batch, reward = drop_failed(batch, scores, run)
+    m.add_samples(batch.info, scores, reward)
+
+    batch = add_log_probs_and_values(run, batch, m)
+    batch = add_advantages(run, batch, reward, m)
+
+    update(run, batch, step, m)
+    m.finish(run, step, seconds=time.monotonic() - began, waited=METER.waited_s, received=METER.bytes_received)
+    return m.values
+
+
+def drop_failed(batch: DataProto, scores: Scores, run: Context) -> tuple[DataProto, np.ndarray]:
+    """Apply the policy for failed reward calls; returns the kept samples and their scores [B].
+
+    Raises DivergedError when more calls failed than the recipe allows: a run must not learn from the rest in silence.
+    """
+    reward = run.config.reward
+    kept = apply_failure_policy(scores, batch.info.group, policy=reward.on_failure, max_failed_share=reward.max_failed_share)
+    rows = np.flatnonzero(kept.keep)
+    return batch.take(rows.tolist()), kept.score[rows]
+
+
+def add_log_probs_and_values(run: Context, batch: DataProto, m: metrics.StepMetrics) -> DataProto:
+    """Columns log_probs, ref_log_probs and values. The critic works while the actor's group does the other two."""
+    actor, critic = run.groups.actor, run.groups.critic
+    temperature = run.sampling.temperature
+    calls = [
+        actor.forward("actor", batch, {"log_probs": "log_probs", "entropy": "entropy"}, temperature=temperature, phase="log-probs"),
+        actor.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs"),
+    ]
+    if critic is not None:
+        calls.append(critic.forward("critic", batch, {"values": "values"}, phase="values"))
+    (with_log_probs, m.seconds["old_log_prob"]), (with_reference, m.seconds["ref"]), *rest = wait_all(*calls)
+    batch = batch.union(with_log_probs.select(("log_probs",))).union(with_reference.select(("ref_log_probs",)))
+    for with_values, m.seconds["values"] in rest:
+        batch = batch.union(with_values.select(("values",)))
+    m.add_log_prob_gap(actor.compare_log_probs(batch).result())
+    return batch
+
+
+def add_advantages(run: Context, batch: DataProto, reward: np.ndarray, m: metrics.StepMetrics) -> DataProto:
+    """Columns token_rewards, returns and advantages; two scalar reductions are all that the controller sees."""
+    algorithm, scribe = run.config.algorithm, run.groups.scribe
+    began = time.monotonic()
+    batch, infos = scribe.apply_kl_penalty(batch, reward, coef=run.kl.value, estimator=algorithm.kl.estimator).result()
+    m.add_kl(infos, run.kl.value)
+    run.kl.update(m.values["actor/reward_kl_penalty"], len(batch))
+
+    batch, infos = scribe.compute_gae(batch, gamma=algorithm.gamma, lam=algorithm.lam).result()
+    moments = m.add_returns(infos)
+    batch, infos = scribe.whiten(batch, moments if algorithm.whiten_advantages else None).result()
+    m.add_advantages(infos)
+    m.seconds["adv"] = time.monotonic() - began
+    return batch
+
+
+def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) -> None:
+    """Optimizer steps of critic and actor, side by side where they have their own processes."""
+    config, groups = run.config, run.groups
+    calls = []
+    if groups.critic is not None:
+        value_loss = ValueLossSpec(clip=config.critic.value_clip)
+        for rows in mini_batches(len(batch), run.samples_per_step, config.critic.samples_per_mini_batch, config.critic.epochs_per_step):
+            calls.append(("critic", groups.critic.train_step("critic", batch, rows, value_loss, lr=config.critic.optim.lr, phase="update critic")))
+    if step > config.algorithm.critic_warmup_steps:
+        actor = config.actor
+        policy_loss = PolicyLossSpec(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_dual, actor.entropy_coef, actor.loss_aggregation)
+        for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
+            call = groups.actor.train_step("actor", batch, rows, policy_loss, lr=actor.optim.lr, temperature=run.sampling.temperature, phase="update actor")
+            calls.append(("actor", call))
+        run.version += 1
+    results = wait_all(*(call for _, call in calls))
+    for role in ("critic", "actor"):
+        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role])
+
+
+def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int) -> list[list[int]]:
+    """Rows of each optimizer step.
+
+    The number of optimizer steps is that of the recipe (samples drawn / samples per mini-batch) whatever was dropped; the kept samples,
+    in order, are dealt to them as evenly as possible.
+    """
+    count = min(kept, max(1, drawn // samples_per_mini_batch))
+    return [part.tolist() for _ in range(epochs) for part in np.array_split(np.arange(kept), count)]
