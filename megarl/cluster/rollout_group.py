@@ -64,8 +64,8 @@ class RolloutGroup:
         parallel = settings.config.tensor_parallel
         return Slots("rollout", settings.config.engines, settings.cpus_per_process * parallel, settings.gpus_per_process * parallel)
 
-    def start(self) -> Pending[list[Any]]:
-        """Wait until the engines are up; the result is what each rank of each engine holds."""
+    def start(self) -> Pending[list[tuple[Any, dict[str, Any]]]]:
+        """Wait until the engines are up; the result is, for each, what its ranks hold and the facts of its start."""
         return Pending(start_call("start", self.names, [w.layout.remote() for w in self.workers], self.settings.start_deadline_s), list)
 
     def connect(self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[Any]) -> list[ReshardPlan]:

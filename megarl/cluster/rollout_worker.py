@@ -22,10 +22,11 @@ class RolloutWorker:
         open_log(log_dir, f"rollout engine {index}")
         self.engine = RolloutEngine(model_dir, config, max_prompt_tokens, seed)
         self.prompts: dict[str, PreparedPrompts] = {}
+        self.started = process_facts()
 
-    def layout(self) -> Any:
-        """What each rank of this engine holds, recorded from vLLM's own loader."""
-        return self.engine.layout()
+    def layout(self) -> tuple[Any, dict[str, Any]]:
+        """What each rank of this engine holds, recorded from vLLM's own loader; and the facts of its start."""
+        return self.engine.layout(), self.started
 
     def facts(self) -> dict[str, Any]:
         """Process id and memory."""

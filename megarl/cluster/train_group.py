@@ -13,6 +13,7 @@ from megarl.algo.moments import Moments
 from megarl.cluster.calls import Call, Pending, RayHandle, names_of, start_call
 from megarl.cluster.placement import Slots, reserve, spawn
 from megarl.cluster.train_worker import RowsRequest, TrainWorker
+from megarl.config.schema import AlgorithmConfig
 from megarl.data.packing import balance, micro_batches
 from megarl.data.proto import DataProto, Piece
 from megarl.errors import DivergedError, explain
@@ -123,11 +124,18 @@ class TrainGroup:
 
         return Pending(call, finish)
 
-    def map_columns(self, method: str, batch: DataProto, needs: tuple[str, ...], produces: tuple[str, ...], arguments: Any, *, phase: str) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
-        """Compute columns from columns on the reporting rank of each replica; ``arguments(rows)`` gives what the method takes besides."""
-        requests = self._requests(batch, needs, range(len(batch)))
+    def map_columns(self, method: str, batch: DataProto, needs: tuple[str, ...], produces: tuple[str, ...], arguments: Any, *, phase: str, whole: bool = False) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Compute columns from columns on the reporting rank of each replica; ``arguments(rows)`` gives what the method takes besides.
+
+        ``whole``: on one rank, which sees all rows.
+        """
         reporters = self._reporters()
-        chosen = [requests[self._data(r)] for r in reporters]
+        if whole:
+            pieces_of = {name: tuple(batch.pieces(name)) for name in needs}
+            reporters, chosen = reporters[:1], [RowsRequest(pieces_of, (tuple(range(len(batch))),))]
+        else:
+            requests = self._requests(batch, needs, range(len(batch)))
+            chosen = [requests[self._data(r)] for r in reporters]
         pairs = [getattr(self.workers[r], method).remote(q, *arguments(q.rows)) for r, q in zip(reporters, chosen, strict=True)]
         call = Call(phase, tuple(self.names[r] for r in reporters), tuple(info for _, info in pairs), self.settings.call_deadline_s)
         pieces = [Piece(q.rows, RayHandle(columns)) for q, (columns, _) in zip(chosen, pairs, strict=True)]
@@ -156,10 +164,18 @@ class TrainGroup:
             phase="kl penalty",
         )
 
-    def compute_gae(self, batch: DataProto, *, gamma: float, lam: float) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
-        """Add ``raw_advantages`` and ``returns``."""
+    def compute_advantage(self, batch: DataProto, scores: np.ndarray, config: AlgorithmConfig) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+        """Add ``raw_advantages`` and, where the batch has ``values``, ``returns``. ``scores``: [B]."""
+        with_values = "values" in batch.column_names
+        groups = batch.info.group
         return self.map_columns(
-            "compute_gae", batch, ("token_rewards", "values"), ("raw_advantages", "returns"), lambda rows: (gamma, lam, None), phase="advantages"
+            "compute_advantage",
+            batch,
+            ("token_rewards", "values") if with_values else ("token_rewards",),
+            ("raw_advantages", "returns") if with_values else ("raw_advantages",),
+            lambda rows: (scores[list(rows)], groups[list(rows)], config),
+            phase="advantages",
+            whole=not with_values,  # estimators without a critic compare the samples of a group, which must not be torn apart
         )
 
     def whiten(self, batch: DataProto, moments: Moments | None) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:

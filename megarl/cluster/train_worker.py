@@ -12,10 +12,11 @@ import ray
 import torch
 import torch.distributed as dist
 
-from megarl.algo.advantages import ADVANTAGE_ESTIMATORS
+from megarl.algo.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algo.kl import kl_penalised_rewards
 from megarl.algo.moments import Moments, whiten
 from megarl.cluster.worker import open_log, process_facts, timed
+from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
 from megarl.errors import SyncError, explain
 from megarl.megatron import checkpoint, cpu, world
@@ -155,18 +156,24 @@ class TrainWorker:
         return {"token_rewards": Ragged(rewards.float().numpy(), log_probs.offsets)}, info
 
     @ray.method(num_returns=2)
-    def compute_gae(self, request: RowsRequest, gamma: float, lam: float, bootstrap: np.ndarray | None) -> tuple[dict[str, Ragged], dict[str, Any]]:
-        """Advantages (not yet whitened) and returns, and what whitening and metrics need of them."""
+    def compute_advantage(self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, config: AlgorithmConfig) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """Advantages (not yet whitened) and, with a critic, returns; and what whitening and metrics need of them.
+
+        ``scores`` and ``groups``: [rows]. Where the estimator compares samples of a group, the rows hold whole groups.
+        """
         columns = request.fetch()
         offsets = columns["token_rewards"].offsets
-        rewards, values = _tensors(columns, "token_rewards", "values")
-        advantages, returns = ADVANTAGE_ESTIMATORS["gae"](
-            rewards, values, torch.from_numpy(offsets), gamma=gamma, lam=lam, bootstrap_values=None if bootstrap is None else torch.from_numpy(bootstrap)
-        )
-        result = {"raw_advantages": Ragged(advantages.float().numpy(), offsets), "returns": Ragged(returns.float().numpy(), offsets)}
-        residual = returns.double() - values.double()
-        info: dict[str, Any] = {"moments": Moments.of(advantages), "returns": Moments.of(returns), "residual": Moments.of(residual)}
-        info |= _mean_min_max("values", values) | _mean_min_max("return", returns)
+        (rewards,) = _tensors(columns, "token_rewards")
+        values = _tensors(columns, "values")[0] if "values" in columns else None
+        inputs = AdvantageInputs(rewards, torch.from_numpy(scores), torch.from_numpy(groups), torch.from_numpy(offsets), values)
+        found = ADVANTAGE_ESTIMATORS[config.advantage_estimator](inputs, config)
+        result = {"raw_advantages": Ragged(found.advantages.numpy(), offsets)}
+        info: dict[str, Any] = {"moments": Moments.of(found.advantages)}
+        if found.returns is not None and values is not None:
+            result["returns"] = Ragged(found.returns.numpy(), offsets)
+            residual = found.returns.double() - values.double()
+            info |= {"returns": Moments.of(found.returns), "residual": Moments.of(residual)}
+            info |= _mean_min_max("values", values) | _mean_min_max("return", found.returns)
         return result, info
 
     @ray.method(num_returns=2)

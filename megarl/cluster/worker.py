@@ -24,13 +24,14 @@ def open_log(log_dir: str, name: str) -> None:
 
 
 def process_facts() -> dict[str, float | int]:
-    """Process id and peak resident memory (bytes) of this process."""
+    """Process id, resident memory (bytes; its peak and now), and seconds since the process began."""
     import resource
 
     return {
         "pid": os.getpid(),
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "rss": psutil.Process().memory_info().rss,
+        "age_s": time.time() - psutil.Process().create_time(),
     }
 
 

@@ -65,6 +65,7 @@ class ActorConfig:
     samples_per_mini_batch: int = REQUIRED  # samples of one optimizer step, over all data-parallel ranks
     epochs_per_step: int = 1  # passes over the samples of one PPO step
     max_tokens_per_micro_batch: int = 16384  # packed tokens of one forward pass on one data-parallel rank
+    policy_loss: str = "ppo_clip"  # a registered policy loss
     clip_ratio_low: float = 0.2  # PPO clip below 1
     clip_ratio_high: float = 0.2  # PPO clip above 1
     clip_ratio_dual: float = 3.0  # dual clip for negative advantages (arXiv:1912.09729); 0: off

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algo.kl import AdaptiveKLController, FixedKLController
+from megarl.algo.kl import KLController
 from megarl.cluster.reward_worker import RewardGroup
 from megarl.cluster.rollout_group import RolloutGroup
 from megarl.cluster.train_group import TrainGroup
@@ -81,7 +81,7 @@ class Context:
     paths: RunPaths
     groups: Groups
     cursor: PromptCursor
-    kl: AdaptiveKLController | FixedKLController
+    kl: KLController
     sampling: SamplingSettings
     step: int = 0
     version: int = 0  # of the actor's weights; a new one with each change

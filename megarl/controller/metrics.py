@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,10 +49,11 @@ class StepMetrics:
 
     def add_returns(self, infos: Infos) -> Moments:
         """Also returns the moments of the step's advantages, for whitening."""
-        returns, residual = (reduce(Moments.merge, (i[name] for i in infos)) for name in ("returns", "residual"))
-        self.values["critic/vf_explained_var"] = 1.0 - residual.m2 / returns.m2 if returns.m2 > 0 else 0.0
-        self.values |= _merged("critic/values", "values", infos) | _merged("critic/returns", "return", infos)
-        return reduce(Moments.merge, (i["moments"] for i in infos))
+        if "returns" in infos[0]:
+            returns, residual = (Moments.merge_all(i[name] for i in infos) for name in ("returns", "residual"))
+            self.values["critic/vf_explained_var"] = 1.0 - residual.m2 / returns.m2 if returns.m2 > 0 else 0.0
+            self.values |= _merged("critic/values", "values", infos) | _merged("critic/returns", "return", infos)
+        return Moments.merge_all(i["moments"] for i in infos)
 
     def add_advantages(self, infos: Infos) -> None:
         self.values |= _merged("critic/advantages", "advantages", infos)

@@ -52,11 +52,13 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     groups = Groups(
         rollout=RolloutGroup(rollout), actor=TrainGroup(actor), critic=TrainGroup(critic) if critic else None, rewards=RewardGroup(rewards)
     )
-    started = [g.start() for g in (groups.actor, groups.critic) if g is not None]
-    layouts, *records = wait_all(groups.rollout.start(), *started, groups.rewards.start())
-    groups.rollout.connect(groups.actor, read_hf_config(config.model), layouts)
-    warnings += sorted({r["warning"] for r in records[0] if r.get("warning")})
-    return groups, {"warnings": warnings}
+    trainers = [g for g in (groups.actor, groups.critic) if g is not None]
+    engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
+    groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines])
+    names = [*groups.rollout.names, "reward", *(n for g in trainers for n in g.names)]
+    facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
+    warnings += sorted({f["warning"] for f in facts if f.get("warning")})
+    return groups, {"warnings": warnings, "start_by_component_s": {n: f["age_s"] for n, f in zip(names, facts, strict=True)}}
 
 
 def needs_critic(config: Config) -> bool:

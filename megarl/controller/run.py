@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from megarl.algo.kl import AdaptiveKLController, FixedKLController
+from megarl.algo.kl import FixedKLController, kl_controller
 from megarl.checkpoint.store import Checkpoint, CheckpointStore
 from megarl.cluster.calls import wait_all
 from megarl.cluster.placement import start_cluster
@@ -48,7 +48,7 @@ def train(config: Config) -> int:
         for warning in facts["warnings"]:
             print(f"warning: {warning}")
         print(f"started {_count_processes(groups)} worker processes in {time.monotonic() - began:.1f} s")
-        _record(paths, {"start_s": time.monotonic() - began})
+        _record(paths, {"start_s": time.monotonic() - began, "start_by_component_s": facts["start_by_component_s"]})
         run = new_context(config, paths, groups, prepared)
         begin(run, found)
         first = _evaluate(run, "eval_start") if found is None else None
@@ -61,15 +61,13 @@ def train(config: Config) -> int:
 def new_context(config: Config, paths: RunPaths, groups: Groups, prepared: Prepared) -> Context:
     """A run at step 0."""
     kl = config.algorithm.kl
-    coef = kl.coef if kl.where == "reward" else 0.0
-    controller = AdaptiveKLController(coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKLController(coef)
     rollout = config.rollout
     return Context(
         config=config,
         paths=paths,
         groups=groups,
         cursor=PromptCursor(prepared.train_rows, shuffle=config.data.shuffle, seed=config.run.seed),
-        kl=controller,
+        kl=kl_controller(kl) if kl.where == "reward" else FixedKLController(0.0),
         sampling=SamplingSettings(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, prepared.stop_token_ids),
     )
 

@@ -95,9 +95,10 @@ def add_advantages(run: Context, batch: DataProto, reward: np.ndarray, m: metric
     m.add_kl(infos, run.kl.value)
     run.kl.update(m.values["actor/reward_kl_penalty"], len(batch))
 
-    batch, infos = scribe.compute_gae(batch, gamma=algorithm.gamma, lam=algorithm.lam).result()
+    batch, infos = scribe.compute_advantage(batch, reward, algorithm).result()
     moments = m.add_returns(infos)
-    batch, infos = scribe.whiten(batch, moments if algorithm.whiten_advantages else None).result()
+    whitening = moments if run.groups.critic is not None and algorithm.whiten_advantages else None
+    batch, infos = scribe.whiten(batch, whitening).result()
     m.add_advantages(infos)
     m.seconds["adv"] = time.monotonic() - began
     return batch
@@ -113,7 +114,7 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
             calls.append(("critic", groups.critic.train_step("critic", batch, rows, value_loss, lr=config.critic.optim.lr, phase="update critic")))
     if step > config.algorithm.critic_warmup_steps:
         actor = config.actor
-        policy_loss = PolicyLossSpec(actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_dual, actor.entropy_coef, actor.loss_aggregation)
+        policy_loss = PolicyLossSpec(actor)
         for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
             call = groups.actor.train_step("actor", batch, rows, policy_loss, lr=actor.optim.lr, temperature=run.sampling.temperature, phase="update actor")
             calls.append(("actor", call))

@@ -33,12 +33,13 @@ def load_engine(engine: Engine, directory: Path) -> None:
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
+    if engine.optimizer is not None:
+        _fill_fresh_state(engine.optimizer)
     with CudaMeansCpu():
         state = dist_checkpointing.load(_sharded_state(engine, loading=True), str(directory))
         _copy_in_place(unwrap(engine.model), state["model"])
         if engine.optimizer is not None:
-            engine.optimizer.load_state_dict(state["optimizer"])
-            _separate_step_counters(engine.optimizer)
+            _load_optimizer(engine.optimizer, state["optimizer"])
 
 
 def _sharded_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
@@ -54,9 +55,34 @@ def _copy_in_place(model: torch.nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(state, strict=True)
 
 
-def _separate_step_counters(optimizer: Any) -> None:
-    """Adam's step count is loaded as one tensor that all parameters share; each increment would then count for all of them."""
+def _fill_fresh_state(optimizer: Any) -> None:
+    """Give torch's Adam the state that it otherwise makes at its first step; the distributed optimizer can't describe itself without."""
     for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue  # Transformer Engine's Adam fills itself
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load the optimizer, around two faults of megatron-core with torch's Adam.
+
+    The distributed optimizer expects a saved ``step`` for each parameter although it saves one for all, so the moments are loaded while
+    the steps are set aside. And the one step that was saved is shared as one tensor by all parameters, so that each increment would count
+    for all of them.
+    """
+    moments = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    (part,) = optimizer.chained_optimizers
+    states = [s for s in part.optimizer.state.values() if torch.is_tensor(s.get("step"))]
+    steps = [s.pop("step") for s in states]
+    if moments is not None:
+        part.load_parameter_state_from_fully_reshardable(moments)
+    for s, step in zip(states, steps, strict=True):
+        s["step"] = step.clone()

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from megarl.algo.aggregate import token_weights
-from megarl.algo.policy_losses import POLICY_LOSSES
+from megarl.algo.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from megarl.algo.value_losses import clipped_value_loss
+from megarl.config.schema import ActorConfig
 
 Columns = dict[str, torch.Tensor]
 Sums = dict[str, torch.Tensor]
@@ -29,35 +30,27 @@ class MiniBatchTotals:
 
 @dataclass(frozen=True)
 class PolicyLossSpec:
-    """PPO's clipped objective (arXiv:1707.06347, eq. 7) with an optional entropy bonus."""
+    """The registered policy loss that ``actor.policy_loss`` names, with an optional entropy bonus."""
 
-    clip_low: float
-    clip_high: float
-    clip_dual: float
-    entropy_coef: float
-    aggregation: str
-    name: str = "ppo_clip"
+    config: ActorConfig
 
     needs: tuple[str, ...] = ("log_probs", "advantages")
     with_entropy: bool = True
 
     def __call__(self, outputs: Columns, columns: Columns, lengths: torch.Tensor, totals: MiniBatchTotals) -> tuple[torch.Tensor, Sums]:
-        weights = token_weights(lengths, self.aggregation, total_tokens=totals.tokens, total_samples=totals.samples)
-        policy = POLICY_LOSSES[self.name](
-            outputs["log_probs"],
-            columns["log_probs"],
-            columns["advantages"],
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_dual=self.clip_dual,
-        )
-        entropy = outputs["entropy"]
+        weights = token_weights(lengths, self.config.loss_aggregation, total_tokens=totals.tokens, total_samples=totals.samples)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        inputs = PolicyLossInputs(outputs["log_probs"], columns["log_probs"], columns["advantages"], offsets)
+        policy = POLICY_LOSSES[self.config.policy_loss](inputs, self.config)
         pg_loss = (weights * policy.per_token).sum()
-        loss = pg_loss - self.entropy_coef * (weights * entropy).sum()
-        per_token = 1.0 / totals.tokens
-        sums = {"pg_loss": pg_loss.detach(), "entropy": entropy.detach().sum() * per_token}
-        sums |= {name: value.sum() * per_token for name, value in policy.metrics.items()}
-        return loss, sums
+        entropy = outputs["entropy"]
+        loss = pg_loss - self.config.entropy_coef * (weights * entropy).sum()
+        sums = {"pg_loss": pg_loss.detach(), "entropy": entropy.detach().sum() / totals.tokens}
+        return loss, sums | {METRIC_NAMES.get(name, name): value / totals.tokens for name, value in policy.metric_sums.items()}
+
+
+# Metric sums of the policy losses under the names that verl's users know.
+METRIC_NAMES = {"clip_fraction": "pg_clipfrac", "dual_clip_fraction": "pg_clipfrac_lower", "kl": "ppo_kl"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Tiny random Qwen2 models of awkward shapes, as Hugging Face directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megarl.types import Ragged
+
+VOCAB = 61  # prime: padded under every tensor-parallel size
+
+# Lengths (prompt, response) that break naive packing: single tokens, one long among many short, equal ones, a multiple of 16 and its neighbours.
+HOSTILE_LENGTHS = {
+    "ones": [(1, 1)] * 5,
+    "one long": [(1, 2), (40, 23), (2, 1), (1, 1)],
+    "around 16": [(8, 8), (8, 7), (8, 9), (15, 1), (1, 15), (16, 16)],
+    "single": [(3, 30)],
+    "odd total": [(5, 2), (7, 3), (1, 1)],
+}
+
+
+def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """4 layers, hidden 64, 4 heads over 2 groups; weights large enough that a wrong one shows."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+def sequences(lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Ragged, Ragged]:
+    """Random prompts and responses of these lengths."""
+    rng = np.random.default_rng(seed)
+    prompts = Ragged.from_list([rng.integers(0, VOCAB, size=p) for p, _ in lengths], np.int32)
+    responses = Ragged.from_list([rng.integers(0, VOCAB, size=r) for _, r in lengths], np.int32)
+    return prompts, responses

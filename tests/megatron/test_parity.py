@@ -1,0 +1,128 @@
+"""With the same weights in fp32, Megatron computes what Hugging Face computes, in every layout, and so do its gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from transformers import AutoModelForCausalLM
+
+from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.engine import Engine, MicroBatch
+from megarl.megatron.losses import MiniBatchTotals, SupervisedLossSpec
+from megarl.megatron.model import Role
+from megarl.megatron.optimizer import OptimizerSettings
+from megarl.megatron.world import Rank
+from megarl.types import Layout, Ragged
+from megarl.weights.families import read_hf_config
+from tests.megatron.models import HOSTILE_LENGTHS, VOCAB, sequences, tiny_qwen2
+from tests.megatron.ranks import run_ranks
+
+LAYOUTS = {
+    "one rank": Layout(),
+    "tp2": Layout(tensor=2),
+    "pp2": Layout(pipeline=2),
+    "tp2 pp2": Layout(tensor=2, pipeline=2),
+    "dp2": Layout(data=2),
+    "tp2 sp": Layout(tensor=2, sequence_parallel=True),
+    "tp2 pp2 sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+}
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"), tied=request.param)
+
+
+def reference(model_dir: Path, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    """Hugging Face, one sequence at a time: logits and log-probs at the responses, and gradients of the mean negative log-prob."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    prompts, responses = sequences(lengths)
+    logits, log_probs, entropies = [], [], []
+    for prompt, response in zip(prompts_of(prompts), prompts_of(responses), strict=True):
+        tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        row = model(tokens).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        log_p = row.log_softmax(dim=-1)
+        logits.append(row * TEMPERATURE)
+        log_probs.append(log_p.gather(1, tokens[0, len(prompt) :, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(dim=-1))
+    joined = torch.cat(log_probs)
+    (-joined.mean()).backward()
+    return {
+        "logits": torch.cat(logits).detach().numpy(),
+        "log_probs": joined.detach().numpy(),
+        "entropy": torch.cat(entropies).detach().numpy(),
+        "gradients": {n: p.grad.numpy() for n, p in model.named_parameters()},
+    }
+
+
+def prompts_of(column: Ragged) -> list[np.ndarray]:
+    return [column[i] for i in range(len(column))]
+
+
+def work(rank: Rank, model_dir: Path, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    engine = Engine(read_hf_config(model_dir), rank, Role("lm", trainable=True), OptimizerSettings(lr=1e-3))
+    engine.load_hf(model_dir)
+    engine.enable_training()
+    prompts, responses = sequences(lengths)
+    mine = list(range(len(lengths)))[rank.data :: rank.layout.data]
+    # Two micro-batches of unequal content, so that accumulation is part of what is compared.
+    cuts = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+    batches = [MicroBatch(prompts.take(c), responses.take(c), {}) for c in cuts if c]
+    outputs = engine.forward(batches, temperature=TEMPERATURE, with_entropy=True)
+    with torch.no_grad():
+        logits = engine._run(batches, lambda packed, _batch, full: gathered(full[0].index_select(0, packed.predictors)), forward_only=True)
+    totals = MiniBatchTotals(tokens=int(responses.lengths.sum()), samples=len(lengths))
+    sums = engine.gradients(batches, SupervisedLossSpec(), totals, temperature=TEMPERATURE)
+    with CudaMeansCpu():
+        engine.optimizer.prepare_grads()
+        norm = float(engine.optimizer.get_grad_norm())
+    return {
+        "rows": mine,
+        "outputs": {k: np.concatenate(v) for k, v in outputs.items()},
+        "logits": torch.cat(logits).numpy() if logits else None,
+        "loss": sums["loss"],
+        "grad_norm": norm,
+        "gradients": {n: p.main_grad.clone().numpy() for n, p in engine.named_parameters().items()},
+        "shards": engine.shards,
+    }
+
+
+def gathered(local: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(local) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    torch.distributed.all_gather(parts, local.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=1)[:, :VOCAB]
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, what: str, relative: float = 1e-5) -> None:
+    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-30)
+    assert error <= relative, f"{what}: relative error {error:.2e} > {relative:g}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("lengths", HOSTILE_LENGTHS.values(), ids=HOSTILE_LENGTHS)
+def test_equals_hugging_face(model_dir: Path, layout: Layout, lengths: list[tuple[int, int]]) -> None:
+    if layout.data > len(lengths):
+        lengths = lengths * layout.data
+    expected = reference(model_dir, lengths)
+    starts = sequences(lengths)[1].offsets
+    for result in run_ranks(layout, work, model_dir, lengths):
+        at = np.concatenate([np.arange(starts[r], starts[r + 1]) for r in result["rows"]])
+        if result["outputs"]:
+            assert_close(result["logits"], expected["logits"][at], "logits")
+            assert_close(result["outputs"]["log_probs"], expected["log_probs"][at], "log-probs")
+            assert_close(result["outputs"]["entropy"], expected["entropy"][at], "entropy")
+        assert abs(result["loss"] + expected["log_probs"].mean()) <= 1e-5 * abs(expected["log_probs"].mean())
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in expected["gradients"].values()))
+        assert_close(np.array(result["grad_norm"]), norm, "gradient norm")
+        for name, shard in result["shards"].items():
+            for copy in shard.copies:
+                part = expected["gradients"][copy.source.name][tuple(slice(*b) for b in copy.source.box)]
+                mine = result["gradients"][name][tuple(slice(*b) for b in copy.target.box)]
+                scale = np.abs(expected["gradients"][copy.source.name]).max()
+                assert np.abs(mine - part).max() <= 1e-5 * scale, f"gradient of {name} in {layout}"
