@@ -1,0 +1,38 @@
+"""The supported model families. A new one is a table in its own file, listed here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Mapping
+
+from megarl.errors import ModelError, explain
+from megarl.weights.families.llama import LLAMA
+from megarl.weights.families.qwen2 import QWEN2
+from megarl.weights.table import Family
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, LLAMA)}
+
+
+def read_hf_config(hf_dir: str | Path) -> dict:
+    """The parsed ``config.json`` of a Hugging Face directory. Raises ModelError when it is missing or no JSON object."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise ModelError(explain("no Hugging Face model here: config.json is missing", where=str(hf_dir), do="name a directory that save_pretrained wrote"))
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(explain("config.json is no JSON", where=str(path), got=error)) from error
+    if not isinstance(config, dict):
+        raise ModelError(explain("config.json is no JSON object", where=str(path), got=type(config).__name__, expected="an object"))
+    return config
+
+
+def model_family(hf_config: Mapping) -> Family:
+    """The family of a model by its ``model_type``. Raises ModelError that names the supported ones."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ModelError(
+            explain("unsupported model family", where="model_type of config.json", got=model_type, expected=", ".join(sorted(FAMILIES)),
+                    do="use a supported model, or add a table under megarl/weights/families"))  # fmt: skip
+    return FAMILIES[model_type]

@@ -1,0 +1,215 @@
+"""Write a Hugging Face directory from shards, without gathering: each rank writes its own elements into mapped files."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections import defaultdict
+from math import prod
+from pathlib import Path
+from typing import Mapping
+
+import torch
+
+from megarl.errors import CheckpointError, ModelError, explain
+from megarl.types import Layout
+from megarl.weights.families import model_family
+from megarl.weights.hf_io import INDEX_FILE, SINGLE_FILE, check_parameters
+from megarl.weights.regions import Box, as_slices, overlap, volume
+from megarl.weights.table import ParameterShard
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CONFIG = "config.json"
+# What a model directory holds beside weights and configuration, where it has it.
+_COMPANIONS = ("generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+               "LICENSE*")  # fmt: skip
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HfExport:
+    """A Hugging Face directory in the making.
+
+    One process calls :meth:`create`, then every rank of one replica calls :meth:`open` and :meth:`write`, then one process calls
+    :meth:`finish`. Ranks on several hosts need a file system on which mapped writes of two hosts into one file don't collide.
+    """
+
+    def __init__(self, directory: Path, table: dict[str, tuple[str, torch.dtype, tuple[int, ...], int]]):
+        self.directory = directory
+        self._table = table  # tensor -> (file, dtype, shape, offset of its first byte in the file)
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        hf_config: Mapping,
+        dtype: torch.dtype,
+        layout: Layout,
+        *,
+        head: str = "lm",
+        shard_bytes: int = 5 * 10**9,
+    ) -> "HfExport":
+        """Lay out the files of a new ``directory``, full size, for a model of ``layout``; no file exceeds ``shard_bytes`` unless one tensor does.
+
+        A value head is written as ``score.weight`` [1, hidden] of the family's ``...ForSequenceClassification`` with one label, and
+        ``lm_head`` isn't. Raises CheckpointError when the directory exists, or when the ranks' parts don't cover every element once.
+        """
+        directory = Path(directory)
+        family = model_family(hf_config)
+        shapes = family.hf_tensors(hf_config, head=head)
+        ranks = [(tp, family.shard(hf_config, layout, tp, pp, head=head)) for tp in range(layout.tensor) for pp in range(layout.pipeline)]
+        check_coverage(shapes, ranks)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise CheckpointError(explain("the directory to export into exists already", where=str(directory), do="name a new one")) from error
+        files = _split(shapes, dtype, shard_bytes)
+        for file, tensors in files.items():
+            _lay_out(directory / file, tensors, dtype)
+        if len(files) > 1:
+            weight_map = {name: file for file, tensors in files.items() for name in tensors}
+            total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
+            _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(directory / _CONFIG, _export_config(hf_config, dtype, head))
+        return cls.open(directory)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "HfExport":
+        """The export that another process laid out. Raises CheckpointError when there is none."""
+        directory = Path(directory)
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(explain("no export was laid out here", where=str(directory), do="create it first"))
+        table = {}
+        for path in paths:
+            header, start = _read_header(path)
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    table[name] = (path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        return cls(directory, table)
+
+    def write(self, params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], tp_rank: int) -> None:
+        """Write what this rank owns: of replicated parameters, tensor-parallel rank 0's; of a tied output layer, nothing.
+
+        Numbers are cast to the export's dtype. Returns when they are on disk.
+        """
+        check_parameters(params, shards)
+        with torch.no_grad():
+            files = {file: _map(self.directory / file) for file in {entry[0] for entry in self._table.values()}}
+            for name, shard in shards.items():
+                for source, target in shard.copies if shard.owned_by(tp_rank) else ():
+                    file, dtype, shape, offset = self._table[source.name]
+                    tensor = torch.frombuffer(files[file], dtype=dtype, count=prod(shape), offset=offset).view(shape)
+                    tensor[as_slices(source.box)] = params[name].detach()[as_slices(target.box)].to(device="cpu", dtype=dtype)
+            for mapped in files.values():
+                mapped.flush()
+
+    def finish(self, target: str | Path, tokenizer_dir: str | Path) -> None:
+        """Add generation configuration, tokenizer and chat template of ``tokenizer_dir``, then rename the directory to ``target``.
+
+        ``target`` appears whole or not at all. Raises CheckpointError when it exists.
+        """
+        target = Path(target)
+        for pattern in _COMPANIONS:
+            for path in sorted(Path(tokenizer_dir).glob(pattern)):
+                if path.is_dir():
+                    shutil.copytree(path, self.directory / path.name)
+                else:
+                    shutil.copy2(path, self.directory / path.name)
+        for path in [*self.directory.iterdir(), self.directory]:
+            _to_disk(path)
+        if target.exists():
+            raise CheckpointError(explain("the target of the export exists already", where=str(target), got=f"the export is whole in {self.directory}",
+                                          do="move one of them"))  # fmt: skip
+        os.rename(self.directory, target)
+        _to_disk(target.parent)
+
+
+def check_coverage(shapes: Shapes, ranks: list[tuple[int, dict[str, ParameterShard]]]) -> None:
+    """Raise CheckpointError unless the parts that (tensor-parallel rank, shards) own cover each element of ``shapes`` exactly once."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for tp_rank, shards in ranks:
+        for shard in shards.values():
+            for source, _ in shard.copies if shard.owned_by(tp_rank) else ():
+                boxes[source.name].append(source.box)
+    if boxes.keys() != shapes.keys():
+        raise CheckpointError(explain("the weight table doesn't cover the model", got=f"extra: {sorted(boxes.keys() - shapes.keys())}",
+                                      expected=f"also: {sorted(shapes.keys() - boxes.keys())}"))  # fmt: skip
+    for name, shape in shapes.items():
+        covered = sum(volume(box) for box in boxes[name])
+        if covered != prod(shape) or overlap(boxes[name]) is not None:
+            raise CheckpointError(explain("the ranks' parts of a tensor don't cover it exactly once", where=name,
+                                          got=f"{covered} elements in {len(boxes[name])} parts", expected=f"{prod(shape)} elements, no two parts overlapping"))  # fmt: skip
+
+
+def _export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
+    """The model's ``config.json`` with the head and the dtype of the export."""
+    config = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        causal = (config.get("architectures") or [""])[0]
+        if not causal.endswith("ForCausalLM") and not causal.endswith("ForSequenceClassification"):
+            raise ModelError(explain("a value head can't be exported with this architecture", where="architectures of config.json", got=causal,
+                                     expected="...ForCausalLM"))  # fmt: skip
+        config["architectures"] = [causal.replace("ForCausalLM", "ForSequenceClassification")]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return config
+
+
+def _split(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[str, Shapes]:
+    """File name -> its tensors, in order, under the names that transformers gives."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    used = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        if groups[-1] and used + size > shard_bytes:
+            groups.append({})
+            used = 0
+        groups[-1][name] = shape
+        used += size
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _lay_out(path: Path, tensors: Shapes, dtype: torch.dtype) -> None:
+    """A safetensors file of full size whose numbers are all zero (https://github.com/huggingface/safetensors, "Format")."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the data begins aligned
+    with open(path, "xb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        # Reserve the blocks now: a mapped write to a full disk is a bus error and kills the process.
+        os.posix_fallocate(file.fileno(), 0, 8 + len(encoded) + end)
+
+
+def _read_header(path: Path) -> tuple[dict, int]:
+    """The header, and the offset at which the data begins."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size
+
+
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _to_disk(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
