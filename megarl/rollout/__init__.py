@@ -1,0 +1,1 @@
+"""The generation engine: vLLM, and the receiving side of resharding."""

@@ -7,9 +7,9 @@ import mmap
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Mapping
 
 import torch
 
@@ -24,8 +24,16 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CONFIG = "config.json"
 # What a model directory holds beside weights and configuration, where it has it.
-_COMPANIONS = ("generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-               "LICENSE*")  # fmt: skip
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "LICENSE*",
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -52,7 +60,9 @@ class HfExport:
         head: str = "lm",
         shard_bytes: int = 5 * 10**9,
     ) -> "HfExport":
-        """Lay out the files of a new ``directory``, full size, for a model of ``layout``; no file exceeds ``shard_bytes`` unless one tensor does.
+        """Lay out the files of a new ``directory``, full size, for a model of ``layout``.
+
+        No file exceeds ``shard_bytes`` unless one tensor does.
 
         A value head is written as ``score.weight`` [1, hidden] of the family's ``...ForSequenceClassification`` with one label, and
         ``lm_head`` isn't. Raises CheckpointError when the directory exists, or when the ranks' parts don't cover every element once.
@@ -65,7 +75,9 @@ class HfExport:
         try:
             directory.mkdir(parents=True)
         except FileExistsError as error:
-            raise CheckpointError(explain("the directory to export into exists already", where=str(directory), do="name a new one")) from error
+            raise CheckpointError(
+                explain("the directory to export into exists already", where=str(directory), do="name a new one")
+            ) from error
         files = _split(shapes, dtype, shard_bytes)
         for file, tensors in files.items():
             _lay_out(directory / file, tensors, dtype)
@@ -122,8 +134,14 @@ class HfExport:
         for path in [*self.directory.iterdir(), self.directory]:
             _to_disk(path)
         if target.exists():
-            raise CheckpointError(explain("the target of the export exists already", where=str(target), got=f"the export is whole in {self.directory}",
-                                          do="move one of them"))  # fmt: skip
+            raise CheckpointError(
+                explain(
+                    "the target of the export exists already",
+                    where=str(target),
+                    got=f"the export is whole in {self.directory}",
+                    do="move one of them",
+                )
+            )
         os.rename(self.directory, target)
         _to_disk(target.parent)
 
@@ -136,13 +154,24 @@ def check_coverage(shapes: Shapes, ranks: list[tuple[int, dict[str, ParameterSha
             for source, _ in shard.copies if shard.owned_by(tp_rank) else ():
                 boxes[source.name].append(source.box)
     if boxes.keys() != shapes.keys():
-        raise CheckpointError(explain("the weight table doesn't cover the model", got=f"extra: {sorted(boxes.keys() - shapes.keys())}",
-                                      expected=f"also: {sorted(shapes.keys() - boxes.keys())}"))  # fmt: skip
+        raise CheckpointError(
+            explain(
+                "the weight table doesn't cover the model",
+                got=f"extra: {sorted(boxes.keys() - shapes.keys())}",
+                expected=f"also: {sorted(shapes.keys() - boxes.keys())}",
+            )
+        )
     for name, shape in shapes.items():
         covered = sum(volume(box) for box in boxes[name])
         if covered != prod(shape) or overlap(boxes[name]) is not None:
-            raise CheckpointError(explain("the ranks' parts of a tensor don't cover it exactly once", where=name,
-                                          got=f"{covered} elements in {len(boxes[name])} parts", expected=f"{prod(shape)} elements, no two parts overlapping"))  # fmt: skip
+            raise CheckpointError(
+                explain(
+                    "the ranks' parts of a tensor don't cover it exactly once",
+                    where=name,
+                    got=f"{covered} elements in {len(boxes[name])} parts",
+                    expected=f"{prod(shape)} elements, no two parts overlapping",
+                )
+            )
 
 
 def _export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
@@ -152,8 +181,14 @@ def _export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
     if head == "value":
         causal = (config.get("architectures") or [""])[0]
         if not causal.endswith("ForCausalLM") and not causal.endswith("ForSequenceClassification"):
-            raise ModelError(explain("a value head can't be exported with this architecture", where="architectures of config.json", got=causal,
-                                     expected="...ForCausalLM"))  # fmt: skip
+            raise ModelError(
+                explain(
+                    "a value head can't be exported with this architecture",
+                    where="architectures of config.json",
+                    got=causal,
+                    expected="...ForCausalLM",
+                )
+            )
         config["architectures"] = [causal.replace("ForCausalLM", "ForSequenceClassification")]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return config

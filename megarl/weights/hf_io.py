@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,13 +47,20 @@ def check_parameters(params: Mapping[str, torch.Tensor], shards: Mapping[str, Pa
     """Raise ModelError unless ``params`` are those of ``shards``, name by name and shape by shape."""
     if params.keys() != shards.keys():
         raise ModelError(
-            explain("the parameters of the model are not those of its table", where="megarl/weights/families",
-                    got=f"only in the model: {sorted(params.keys() - shards.keys())}",
-                    expected=f"also in the model: {sorted(shards.keys() - params.keys())}"))  # fmt: skip
+            explain(
+                "the parameters of the model are not those of its table",
+                where="megarl/weights/families",
+                got=f"only in the model: {sorted(params.keys() - shards.keys())}",
+                expected=f"also in the model: {sorted(shards.keys() - params.keys())}",
+            )
+        )
     for name, shard in shards.items():
         if tuple(params[name].shape) != shard.shape:
-            raise ModelError(explain("a parameter has another shape than its table says", where=name, got=tuple(params[name].shape),
-                                     expected=shard.shape))  # fmt: skip
+            raise ModelError(
+                explain(
+                    "a parameter has another shape than its table says", where=name, got=tuple(params[name].shape), expected=shard.shape
+                )
+            )
 
 
 class _Reader:
@@ -73,7 +80,9 @@ class _Reader:
         try:
             return json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(explain("not an index of safetensors", where=str(index), got=repr(error), expected='{"weight_map": {tensor: file}}')) from error
+            raise ModelError(
+                explain("not an index of safetensors", where=str(index), got=repr(error), expected='{"weight_map": {tensor: file}}')
+            ) from error
 
     def _handle(self, file: str) -> safe_open:
         if file not in self._open:
@@ -83,24 +92,41 @@ class _Reader:
             try:
                 self._open[file] = self._files.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                raise ModelError(explain("not a safetensors file", where=str(path), got=error, do="copy the model directory again")) from error
+                raise ModelError(
+                    explain("not a safetensors file", where=str(path), got=error, do="copy the model directory again")
+                ) from error
         return self._open[file]
 
     def check(self, tensor: Region) -> None:
         """Raise ModelError unless the directory has ``tensor`` in exactly this shape."""
         if tensor.name not in self.file_of:
-            raise ModelError(explain("a tensor is missing from the model directory", where=str(self.directory), expected=tensor.name,
-                                     do="check that config.json and the weights belong together"))  # fmt: skip
+            raise ModelError(
+                explain(
+                    "a tensor is missing from the model directory",
+                    where=str(self.directory),
+                    expected=tensor.name,
+                    do="check that config.json and the weights belong together",
+                )
+            )
         file = self.file_of[tensor.name]
         try:
             got = tuple(self._handle(file).get_slice(tensor.name).get_shape())
         except SafetensorError as error:
-            raise ModelError(explain("a tensor is not in the file that the index names", where=str(self.directory / file), got=error,
-                                     expected=tensor.name)) from error  # fmt: skip
+            raise ModelError(
+                explain(
+                    "a tensor is not in the file that the index names", where=str(self.directory / file), got=error, expected=tensor.name
+                )
+            ) from error
         expected = tuple(stop for _, stop in tensor.box)
         if got != expected:
-            raise ModelError(explain("a tensor has another shape than config.json says", where=f"{tensor.name} in {self.directory / file}",
-                                     got=got, expected=expected))  # fmt: skip
+            raise ModelError(
+                explain(
+                    "a tensor has another shape than config.json says",
+                    where=f"{tensor.name} in {self.directory / file}",
+                    got=got,
+                    expected=expected,
+                )
+            )
 
     def read(self, region: Region) -> torch.Tensor:
         """The elements of ``region`` alone, in the file's dtype."""

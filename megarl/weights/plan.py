@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Iterable, Mapping, Sequence
 
 from megarl.errors import SyncError, explain
 from megarl.weights.regions import Box, Copy, Region, join, merge, overlap, volume
@@ -120,8 +120,14 @@ def _pieces(training: Iterable[RankShard]) -> dict[str, list[_Piece]]:
         boxes[name].append(box)
     for name, parts in boxes.items():
         if (pair := overlap(parts)) is not None:
-            raise SyncError(explain("the training ranks cut a tensor in two ways", where=name, got=f"{parts[pair[0]]} and {parts[pair[1]]}",
-                                    expected="ranks of one layout"))  # fmt: skip
+            raise SyncError(
+                explain(
+                    "the training ranks cut a tensor in two ways",
+                    where=name,
+                    got=f"{parts[pair[0]]} and {parts[pair[1]]}",
+                    expected="ranks of one layout",
+                )
+            )
     return pieces
 
 
@@ -140,9 +146,15 @@ def _check_complete(destination: GenerationRank, found: Sequence[tuple[Copy, _Pi
         covered[copy] += volume(joined.source.box)
     for copy in destination.copies:
         if covered[copy] != volume(copy.source.box):
-            raise SyncError(explain("no training rank holds what a generation rank needs", where=f"generation rank {destination.rank}, {copy.target}",
-                                    got=f"{covered[copy]} elements", expected=f"{volume(copy.source.box)} elements of {copy.source}",
-                                    do="check that both sides were built from the same model"))  # fmt: skip
+            raise SyncError(
+                explain(
+                    "no training rank holds what a generation rank needs",
+                    where=f"generation rank {destination.rank}, {copy.target}",
+                    got=f"{covered[copy]} elements",
+                    expected=f"{volume(copy.source.box)} elements of {copy.source}",
+                    do="check that both sides were built from the same model",
+                )
+            )
 
 
 def _region(plain: Sequence) -> Region:

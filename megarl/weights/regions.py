@@ -7,8 +7,9 @@ target tensor. Two maps out of one space (Hugging Face tensors) are joined into 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Iterable, NamedTuple, Sequence
+from typing import NamedTuple
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; () is the box of a scalar
 

@@ -63,15 +63,26 @@ def open_shared(manifest: Mapping) -> dict[str, torch.Tensor]:
     try:
         fd = os.open(manifest["path"], os.O_RDWR)
     except OSError as error:
-        raise SyncError(explain("the shared parameters of a training process can't be opened", where=manifest["path"], got=error,
-                                do="the process died or runs on another host; restart its group and sync again")) from error  # fmt: skip
+        raise SyncError(
+            explain(
+                "the shared parameters of a training process can't be opened",
+                where=manifest["path"],
+                got=error,
+                do="the process died or runs on another host; restart its group and sync again",
+            )
+        ) from error
     try:
         status = os.fstat(fd)
         # A process id is used again after its owner's death: the inode tells.
         if (status.st_ino, status.st_size) != (manifest["inode"], manifest["bytes"]):
-            raise SyncError(explain("the shared parameters are not those of the manifest", where=manifest["path"],
-                                    got=f"inode {status.st_ino}, {status.st_size} bytes",
-                                    expected=f"inode {manifest['inode']}, {manifest['bytes']} bytes"))  # fmt: skip
+            raise SyncError(
+                explain(
+                    "the shared parameters are not those of the manifest",
+                    where=manifest["path"],
+                    got=f"inode {status.st_ino}, {status.st_size} bytes",
+                    expected=f"inode {manifest['inode']}, {manifest['bytes']} bytes",
+                )
+            )
         memory = mmap.mmap(fd, manifest["bytes"])
     finally:
         os.close(fd)

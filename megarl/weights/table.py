@@ -7,8 +7,8 @@ backward, and resharding joins two of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping
 
 from megarl.errors import ModelError, explain
 from megarl.types import Layout
@@ -153,8 +153,13 @@ def _interleave(tensors: tuple[Region, ...], blocks: int) -> Whole:
 def _divides(key: str, size: int, parts: int) -> None:
     if size % parts:
         raise ModelError(
-            explain(f"`{key}` can't be split evenly", got=f"{key} = {size}, to be split into {parts}", expected=f"a multiple of {parts}",
-                    do="use fewer tensor-parallel ranks"))  # fmt: skip
+            explain(
+                f"`{key}` can't be split evenly",
+                got=f"{key} = {size}, to be split into {parts}",
+                expected=f"a multiple of {parts}",
+                do="use fewer tensor-parallel ranks",
+            )
+        )
 
 
 def shard_row(row: Row, sizes: ModelSizes, layout: Layout, tp_rank: int, layer: int | None) -> ParameterShard:
@@ -191,8 +196,9 @@ class Family:
     tied_output: Row
     value_head: Row
 
-    def shard(self, hf_config: Mapping, layout: Layout, tp_rank: int, pp_rank: int, *, head: str = "lm", spec: str = "local"
-              ) -> dict[str, ParameterShard]:  # fmt: skip
+    def shard(
+        self, hf_config: Mapping, layout: Layout, tp_rank: int, pp_rank: int, *, head: str = "lm", spec: str = "local"
+    ) -> dict[str, ParameterShard]:
         """All parameters of one rank, by their names in its ``model.named_parameters()``.
 
         ``head``: "lm" (vocabulary logits) or "value" (one number a token). ``spec``: "local" or "te", megatron-core's layer specs.
@@ -235,8 +241,14 @@ class Family:
         _divides("num_hidden_layers", sizes.layers, layout.pipeline)
         _divides("num_attention_heads", sizes.heads, layout.tensor)
         if layout.virtual_pipeline != 1:
-            raise ModelError(explain("interleaved pipeline stages aren't supported", got=f"virtual_pipeline = {layout.virtual_pipeline}",
-                                     expected="1", do="set virtual_pipeline to 1"))  # fmt: skip
+            raise ModelError(
+                explain(
+                    "interleaved pipeline stages aren't supported",
+                    got=f"virtual_pipeline = {layout.virtual_pipeline}",
+                    expected="1",
+                    do="set virtual_pipeline to 1",
+                )
+            )
         if head not in ("lm", "value"):
             raise ModelError(explain("unknown head", got=head, expected="lm or value"))
         if spec not in ("local", "te"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 from megarl.errors import ModelError, explain
 from megarl.weights.families.llama import LLAMA
@@ -18,7 +18,11 @@ def read_hf_config(hf_dir: str | Path) -> dict:
     """The parsed ``config.json`` of a Hugging Face directory. Raises ModelError when it is missing or no JSON object."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
-        raise ModelError(explain("no Hugging Face model here: config.json is missing", where=str(hf_dir), do="name a directory that save_pretrained wrote"))
+        raise ModelError(
+            explain(
+                "no Hugging Face model here: config.json is missing", where=str(hf_dir), do="name a directory that save_pretrained wrote"
+            )
+        )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -33,6 +37,12 @@ def model_family(hf_config: Mapping) -> Family:
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(
-            explain("unsupported model family", where="model_type of config.json", got=model_type, expected=", ".join(sorted(FAMILIES)),
-                    do="use a supported model, or add a table under megarl/weights/families"))  # fmt: skip
+            explain(
+                "unsupported model family",
+                where="model_type of config.json",
+                got=model_type,
+                expected=", ".join(sorted(FAMILIES)),
+                do="use a supported model, or add a table under megarl/weights/families",
+            )
+        )
     return FAMILIES[model_type]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 
@@ -36,11 +37,12 @@ _LAYER_ROWS = (
     Row(_MEGATRON + "self_attention.linear_qkv.weight",
         tuple(HfTensor(f"{_HF}self_attn.{x}_proj.weight", (dim, "hidden")) for x, dim in (("q", "q"), ("k", "kv"), ("v", "kv"))),
         qkv_by_group, tensor_axis=0),
-    Row(_MEGATRON + "self_attention.linear_proj.weight", (HfTensor(_HF + "self_attn.o_proj.weight", ("hidden", "q")),), copy_op, tensor_axis=1),
+    Row(_MEGATRON + "self_attention.linear_proj.weight", (HfTensor(_HF + "self_attn.o_proj.weight", ("hidden", "q")),), copy_op,
+        tensor_axis=1),
     Row(_MEGATRON + "pre_mlp_layernorm.weight", (HfTensor(_HF + "post_attention_layernorm.weight", ("hidden",)),), copy_op, None,
         te=_MEGATRON + "mlp.linear_fc1.layer_norm_weight"),
-    Row(_MEGATRON + "mlp.linear_fc1.weight", tuple(HfTensor(f"{_HF}mlp.{x}_proj.weight", ("ffn", "hidden")) for x in ("gate", "up")), gate_up,
-        tensor_axis=0),
+    Row(_MEGATRON + "mlp.linear_fc1.weight", tuple(HfTensor(f"{_HF}mlp.{x}_proj.weight", ("ffn", "hidden")) for x in ("gate", "up")),
+        gate_up, tensor_axis=0),
     Row(_MEGATRON + "mlp.linear_fc2.weight", (HfTensor(_HF + "mlp.down_proj.weight", ("hidden", "ffn")),), copy_op, tensor_axis=1),
 )  # fmt: skip
 
@@ -156,5 +158,12 @@ def _number(hf_config: Mapping, key: str) -> float:
 
 
 def _cannot(key: str, got: Any, expected: str) -> ModelError:
-    return ModelError(explain(f"`{key}` of this model can't be represented", where="config.json", got=repr(got), expected=expected,
-                              do="use a model without it"))  # fmt: skip
+    return ModelError(
+        explain(
+            f"`{key}` of this model can't be represented",
+            where="config.json",
+            got=repr(got),
+            expected=expected,
+            do="use a model without it",
+        )
+    )

@@ -1,0 +1,118 @@
+"""The receiving side of resharding, inside each vLLM worker process.
+
+vLLM adds :class:`WeightReceiver` to its worker class; the methods are called by name through ``collective_rpc`` and take and return
+plain data only, so that nothing is pickled on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.errors import SyncError, explain
+from megarl.rollout.packing import finish_written_modules, keep_plain_weights
+from megarl.rollout.recorder import record_loader
+from megarl.weights.families import model_family, read_hf_config
+from megarl.weights.regions import as_slices
+from megarl.weights.shared import open_shared
+
+# vLLM imports this module in each worker process just before it builds the model: the one moment at which this can still take effect.
+keep_plain_weights()
+
+Slices = Sequence[tuple[int, tuple[str, Any], tuple[str, Any]]]  # (training rank, source region, target region)
+
+
+class WeightReceiver:
+    """Methods of a vLLM worker. Their names carry a prefix: vLLM refuses an extension that hides one of its own."""
+
+    vllm_config: Any  # of the worker that this class is mixed into
+    model_runner: Any
+    rank: int
+
+    def megarl_layout(self) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
+        """Record this rank's loader, set what it fills, and return its copies as (Hugging Face region, parameter region)."""
+        hf_config = read_hf_config(self.vllm_config.model_config.model)
+        recording = record_loader(self.vllm_config, model_family(hf_config).hf_tensors(hf_config))
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        with torch.no_grad():
+            for region, value in recording.fills:
+                parameters[region.name][as_slices(region.box)] = value
+        return [(tuple(source), tuple(target)) for source, target in recording.copies]
+
+    def megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> dict[str, float]:
+        """Copy this rank's slices out of the training ranks' shared parameters, in place; then let vLLM process what changed.
+
+        Returns bytes copied and the seconds of each stage: open, copy, check, process. Raises SyncError when a training process is
+        gone, when a parameter has another dtype, or when a slice differs from its source afterwards.
+        """
+        slices = plan[self.rank]
+        model = self.model_runner.get_model()
+        parameters = dict(model.named_parameters())
+        clock = _StageClock()
+        opened = {rank: open_shared(manifests[rank]) for rank in {source_rank for source_rank, _, _ in slices}}
+        clock.mark("open")
+        pairs = [_pair(opened, parameters, entry) for entry in slices]
+        with torch.no_grad():
+            for source, target, _ in pairs:
+                target.copy_(source)
+        clock.mark("copy")
+        if check:
+            _compare(pairs)
+        clock.mark("check")
+        finish_written_modules(model, {target[0] for _, _, target in slices})
+        clock.mark("process")
+        return {"bytes": float(sum(target.nbytes for _, target, _ in pairs)), **clock.seconds}
+
+    def megarl_digests(self) -> dict[str, str]:
+        """Parameter -> SHA-256 of its bytes: what two engines are compared by."""
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: hashlib.sha256(_raw(parameter.detach()).cpu().numpy().tobytes()).hexdigest() for name, parameter in parameters}
+
+
+class _StageClock:
+    """Seconds between marks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def mark(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage], self._last = now - self._last, now
+
+
+def _pair(opened: Mapping[int, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor], entry: Any) -> tuple:
+    """One slice as two views of one shape and dtype, and its name for messages."""
+    source_rank, (source_name, source_box), (target_name, target_box) = entry
+    source, target = opened[source_rank][source_name], parameters[target_name]
+    if source.dtype != target.dtype:
+        raise SyncError(
+            explain(
+                "the generation engine keeps its weights in another dtype than the trainer",
+                where=target_name,
+                got=target.dtype,
+                expected=source.dtype,
+                do="set actor.dtype and rollout.dtype alike",
+            )
+        )
+    return (
+        source[as_slices(source_box)],
+        target[as_slices(target_box)],
+        f"{target_name}{list(target_box)} from rank {source_rank}'s {source_name}",
+    )
+
+
+def _compare(pairs: Sequence[tuple]) -> None:
+    """Raise SyncError unless each target holds its source's bytes, now that all have been copied (a second copy into it would show)."""
+    for source, target, what in pairs:
+        if not torch.equal(_raw(source), _raw(target)):
+            raise SyncError(explain("a slice arrived changed", where=what, do="this is a bug of megarl or bad memory; restart the engine"))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, as integers: NaN equals itself, and 0.0 differs from -0.0."""
+    return tensor.contiguous().view(torch.uint8)
