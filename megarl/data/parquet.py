@@ -1,0 +1,151 @@
+"""Rows of parquet files in verl's schema, checked one by one.
+
+A row has ``data_source`` (str), the prompt (list of {role, content}), ``reward_model`` {style, ground_truth} and, when it likes,
+``extra_info`` and further columns, which are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import ConfigError, DataError, explain
+
+ROWS_PER_READ = 1024
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One checked row."""
+
+    file: str
+    row: int  # in the file, from 0
+    messages: list[dict[str, str]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]  # {} where the file has none
+    extra_columns: dict[str, Any]  # columns that megarl does not know
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, row {self.row}"
+
+
+def read_records(files: Sequence[str], prompt_key: str) -> Iterator[PromptRecord]:
+    """The rows of all ``files`` in order, a thousand at a time in memory.
+
+    Raises:
+        ConfigError: no files, or a missing one.
+        DataError: no parquet, missing columns, or a row that is not of the schema; names file and row.
+    """
+    if isinstance(files, str) or not files:
+        raise ConfigError(explain("no data files", got=repr(files), expected="a list of parquet files"))
+    for file in files:
+        parquet = _open(str(file), ("data_source", prompt_key, "reward_model"))
+        row = 0
+        for batch in parquet.iter_batches(batch_size=ROWS_PER_READ):
+            for values in batch.to_pylist():
+                yield _record(str(file), row, values, prompt_key)
+                row += 1
+
+
+def to_json(value: Any, where: str) -> str:
+    """``value`` as JSON; dates become ISO strings.
+
+    Raises:
+        DataError: a value that JSON can't hold (bytes, decimals); names ``where``.
+    """
+
+    def convert(odd: Any) -> str:
+        if isinstance(odd, date | datetime):
+            return odd.isoformat()
+        raise DataError(
+            explain(
+                "a value that can't be kept as JSON",
+                where=where,
+                got=f"{type(odd).__name__}",
+                expected="numbers, strings, lists, structs, dates",
+                do="convert the column, or leave it out of the file",
+            )
+        )
+
+    return json.dumps(value, default=convert, ensure_ascii=False)
+
+
+def _open(file: str, needed: tuple[str, ...]) -> pq.ParquetFile:
+    if not Path(file).is_file():
+        raise ConfigError(
+            explain("data file not found", where="data.train_files / data.val_files", got=file, expected="an existing parquet file")
+        )
+    try:
+        parquet = pq.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise DataError(explain("not a parquet file", where=file, got=error, do="write it with pandas or pyarrow")) from error
+    found = parquet.schema_arrow.names
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise DataError(
+            explain(
+                f"missing columns: {', '.join(missing)}",
+                where=file,
+                got=", ".join(found),
+                expected=", ".join(needed),
+                do="rename the columns, or set data.prompt_key to the one that holds the messages",
+            )
+        )
+    return parquet
+
+
+def _record(file: str, row: int, values: dict[str, Any], prompt_key: str) -> PromptRecord:
+    where = f"{file}, row {row}"
+    messages = _messages(values.pop(prompt_key), f"{where}, column {prompt_key}")
+    source = values.pop("data_source")
+    if not isinstance(source, str):
+        raise DataError(explain("data_source is no string", where=where, got=repr(source), expected="a string"))
+    ground_truth = _ground_truth(values.pop("reward_model"), where)
+    extra_info = values.pop("extra_info", None)
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise DataError(explain("extra_info is no struct", where=where, got=repr(extra_info)[:80], expected="a struct, or null"))
+    return PromptRecord(file, row, messages, source, ground_truth, extra_info or {}, values)
+
+
+def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+    sound = (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+    )
+    if not sound:
+        raise DataError(
+            explain(
+                "prompt is no list of messages",
+                where=where,
+                got=f"{type(prompt).__name__}: {repr(prompt)[:80]}",
+                expected="a non-empty list of {role: str, content: str}",
+                do="wrap a plain string as [{'role': 'user', 'content': text}]",
+            )
+        )
+    return [{"role": m["role"], "content": m["content"]} for m in prompt]
+
+
+def _ground_truth(reward_model: Any, where: str) -> Any:
+    """Style "model" needs no ground truth: a reward model judges."""
+    if isinstance(reward_model, dict):
+        truth = reward_model.get("ground_truth")
+        if truth is not None or reward_model.get("style") == "model":
+            return truth
+    raise DataError(
+        explain(
+            "row without a ground truth",
+            where=f"{where}, column reward_model",
+            got=repr(reward_model)[:80],
+            expected="a struct {style, ground_truth}; ground_truth may be null only for style 'model'",
+        )
+    )
