@@ -7,7 +7,6 @@ All classes are frozen once loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
 
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 
@@ -78,7 +77,7 @@ class ActorConfig:
 class CriticConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)  # Megatron layout of the critic
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))  # critic optimizer
-    model: Optional[str] = None  # Hugging Face directory; null: the actor's initial model
+    model: str | None = None  # Hugging Face directory; null: the actor's initial model
     samples_per_mini_batch: int = REQUIRED  # samples of one optimizer step, over all data-parallel ranks
     epochs_per_step: int = 1  # passes over the samples of one PPO step
     max_tokens_per_micro_batch: int = 16384  # packed tokens of one forward pass on one data-parallel rank
@@ -148,7 +147,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    address: Optional[str] = None  # a running Ray cluster ("auto" or host:port); null: start one here
+    address: str | None = None  # a running Ray cluster ("auto" or host:port); null: start one here
     cpu_share_per_process: float = 0.25  # share of a core that each worker process takes in the placement
     start_deadline_s: float = 300.0  # all processes must be ready within it
     call_deadline_s: float = 600.0  # any remote call
@@ -158,7 +157,7 @@ class ClusterConfig:
 @dataclass(frozen=True)
 class Config:
     model: str = REQUIRED  # Hugging Face directory of the actor (and of reference and critic, unless they name another)
-    reference: Optional[str] = None  # Hugging Face directory of the reference; null: the actor's initial model
+    reference: str | None = None  # Hugging Face directory of the reference; null: the actor's initial model
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -1,0 +1,112 @@
+"""What a configuration can't be, and the arithmetic that is printed before anything starts."""
+
+import pytest
+
+from megarl.config.checks import check_config
+from megarl.config.load import load_config
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+DEMO = "recipes/demo-cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    monkeypatch.chdir(pytestconfig.rootpath)
+
+
+def demo(*overrides: str) -> Config:
+    return load_config(DEMO, overrides)
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_config(demo(*overrides))
+    return str(error.value)
+
+
+def test_the_demo_prints_its_arithmetic() -> None:
+    assert check_config(demo()) == [
+        "actor: 128 prompts x 1 response = 128 samples = 2 optimizer steps of 64",
+        "critic: 128 prompts x 1 response = 128 samples = 2 optimizer steps of 64",
+    ]
+
+
+def test_ranks_epochs_and_responses_show() -> None:
+    actor = ("actor.layout.data=2", "actor.epochs_per_step=3")
+    lines = check_config(demo(*actor, "rollout.prompts_per_step=32", "rollout.responses_per_prompt=4"))
+    assert lines[0] == (
+        "actor: 32 prompts x 4 responses = 128 samples = 2 optimizer steps of 64 (32 on each of 2 data-parallel ranks) x 3 epochs"
+    )
+
+
+def test_what_does_not_divide_names_the_nearest_that_do() -> None:
+    message = refused("actor.samples_per_mini_batch=50")
+    assert "128 / 50 = 2.56 mini-batches" in message
+    assert "samples_per_mini_batch to 32 or 64" in message and "rollout.prompts_per_step to 100 or 150" in message
+    assert "critic's" in refused("critic.samples_per_mini_batch=256")
+
+
+def test_suggestions_hold() -> None:
+    for override in ("actor.samples_per_mini_batch=32", "actor.samples_per_mini_batch=64"):
+        check_config(demo(override))
+    for prompts in (100, 150):
+        check_config(demo("actor.samples_per_mini_batch=50", "critic.samples_per_mini_batch=50", f"rollout.prompts_per_step={prompts}"))
+
+
+def test_mini_batches_divide_over_data_parallel_ranks() -> None:
+    message = refused("actor.layout.data=3")
+    assert "64 / 3 data-parallel ranks = 21.3333 samples a rank" in message and "a multiple of 3" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.truncation=rigth", "did you mean right?"),
+        ("algorithm.advantage_estimator=gea", "gae | grpo"),
+        ("actor.policy_loss=ppo", "ppo_clip"),
+        ("rollout.dtype=fp16", "float32 | bfloat16"),
+        ("actor.layout.sequence_parallel=true actor.layout.tensor=1", "sequence parallelism without tensor"),
+        ("actor.layout.virtual_pipeline=2", "virtual pipeline"),
+        ("actor.layout.tensor=0", "1 or more"),
+        ("run.total_steps=0", "1 or more"),
+        ("rollout.temperature=0", "more than 0"),
+        ("rollout.top_p=1.5", "at most 1"),
+        ("rollout.top_k=0", "-1 (all tokens)"),
+        ("actor.clip_ratio_dual=0.5", "0 (off) or more than 1"),
+        ("actor.optim.betas=[0.9,1]", "below 1"),
+        ("algorithm.gamma=1.1", "from 0 to 1"),
+        ("algorithm.advantage_estimator=grpo", "2 or more"),
+        ("algorithm.advantage_estimator=grpo rollout.responses_per_prompt=4 algorithm.critic_warmup_steps=1", "no critic"),
+        ("actor.max_tokens_per_micro_batch=23", "at least 24"),
+        ("warm_start.train_files=[]", "without data"),
+        ("data.val_files=[]", "without held-out data"),
+        ("data.val_files=[] warm_start.enabled=false", "run.eval_every_steps"),
+        ("warm_start.stop_reward_min=0.5", "empty stopping range"),
+    ],
+)
+def test_refusals(override: str, says: str) -> None:
+    assert says in refused(*override.split(" "))
+
+
+def test_a_plugin_may_bring_an_estimator() -> None:
+    check_config(demo("algorithm.advantage_estimator=mine", "plugins=[my.module]"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.top_p=0.9", "top_p 0.9"),
+        ("rollout.top_k=50", "top_k 50"),
+        ("algorithm.kl.where=none", "kl.coef has no effect"),
+        ("algorithm.advantage_estimator=grpo rollout.responses_per_prompt=4 critic.model=m", "critic.model has no effect"),
+    ],
+)
+def test_warnings(override: str, says: str) -> None:
+    warnings = [line for line in check_config(demo(*override.split(" "))) if line.startswith("warning: ")]
+    assert len(warnings) == 1 and says in warnings[0]
+
+
+def test_grpo_says_nothing_of_a_critic() -> None:
+    lines = check_config(demo("algorithm.advantage_estimator=grpo", "rollout.responses_per_prompt=4", "critic.samples_per_mini_batch=7"))
+    assert [line.partition(":")[0] for line in lines] == ["actor"]
