@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megarl.errors import MegarlError, WorkerError, explain
-from megarl.types import Ragged
+from megarl.types import Handle, Ragged
 
 T = TypeVar("T")
 
@@ -24,6 +24,12 @@ class RayHandle:
 
     def fetch(self) -> dict[str, Any]:
         return ray.get(self.ref)
+
+
+def fetch_together(handles: Sequence[Handle]) -> list[dict[str, Any]]:
+    """Fetch shards in one call to the object store; those that are elsewhere (a file, this process) fetch themselves."""
+    remote = iter(ray.get([h.ref for h in handles if isinstance(h, RayHandle)]))
+    return [next(remote) if isinstance(h, RayHandle) else h.fetch() for h in handles]
 
 
 @dataclass

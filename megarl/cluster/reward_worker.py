@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from megarl.cluster.calls import Pending, start_call
+from megarl.cluster.calls import Pending, fetch_together, start_call
 from megarl.cluster.placement import Slots, reserve, spawn
 from megarl.cluster.worker import open_log, process_facts, timed
 from megarl.config.schema import RewardConfig
@@ -40,7 +40,7 @@ class RewardWorker:
         """Score every sample of a batch; ``rows[i]`` is the prompt of sample i. Writes the first ``log_count`` rollouts to ``log_path``."""
         with timed() as record:
             source = self.prompts.setdefault(prompts_path, PreparedPrompts.open(prompts_path))
-            responses = gather_rows(pieces, range(len(rows)))["responses"]
+            responses = gather_rows(pieces, range(len(rows)), fetch_together)["responses"]
             texts = self.tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
             items = [inputs | {"solution_str": text} for inputs, text in zip(source.reward_inputs(rows), texts, strict=True)]
             scores = self.pool.score(items)

@@ -68,10 +68,13 @@ class RolloutGroup:
         """Wait until the engines are up; the result is, for each, what its ranks hold and the facts of its start."""
         return Pending(start_call("start", self.names, [w.layout.remote() for w in self.workers], self.settings.start_deadline_s), list)
 
-    def connect(self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[Any]) -> list[ReshardPlan]:
-        """Plan the way of the weights from the actor's ranks into each engine, once for the whole run."""
+    def connect(self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[Any], bytes_per_element: int) -> list[ReshardPlan]:
+        """Plan the way of the weights from the actor's ranks into each engine, once for the whole run.
+
+        ``layouts[e][r]``: what rank r of engine e copies out of Hugging Face tensors. ``bytes_per_element``: of the actor's parameters.
+        """
         shards = actor.rank_shards(hf_config)
-        plans = [plan_reshard(shards, [GenerationRank(r, 0, copies) for r, copies in enumerate(ranks)], bytes_per_element=4) for ranks in layouts]
+        plans = [plan_reshard(shards, [GenerationRank(r, 0, copies) for r, copies in enumerate(ranks)], bytes_per_element=bytes_per_element) for ranks in layouts]
         self._plans = [ray.put(plan) for plan in plans]
         return plans
 

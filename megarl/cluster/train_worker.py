@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.algo.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algo.kl import kl_penalised_rewards
 from megarl.algo.moments import Moments, whiten
+from megarl.cluster.calls import fetch_together
 from megarl.cluster.worker import open_log, process_facts, timed
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
@@ -43,7 +44,7 @@ class RowsRequest:
 
     def fetch(self) -> dict[str, Ragged]:
         """Every column, for ``rows``, in that order."""
-        return gather_rows(self.pieces, self.rows)
+        return gather_rows(self.pieces, self.rows, fetch_together)
 
 
 class TrainWorker:

@@ -19,7 +19,7 @@ from megarl.data.prompts import PreparedSummary, prepare_prompts
 from megarl.data.supervised import prepare_supervised
 from megarl.device import fingerprint
 from megarl.errors import ConfigError, DataError, ModelError, explain
-from megarl.rewards.loader import check_reward_function
+from megarl.rewards.pool import RewardPool
 from megarl.weights.families import model_family, read_hf_config
 
 # What may differ between a run and its resume; every other key decides the numbers.
@@ -37,7 +37,7 @@ class Prepared:
 def prepare(config: Config, paths: RunPaths) -> Prepared:
     """Check everything and write the run's own files: the resolved recipe and the prepared prompts."""
     check_model(config.model)
-    check_reward_function(config.reward.path, config.reward.name)
+    RewardPool(config.reward.path, config.reward.name, workers=1, timeout_s=config.reward.timeout_s).close()  # it imports the file, in a process of its own
     open_run_directory(config, paths)
     from transformers import AutoTokenizer  # seconds of imports; not before the cheap checks
 

@@ -13,7 +13,7 @@ from megarl.cluster.train_group import GroupSettings, TrainGroup
 from megarl.config.schema import ActorConfig, Config, CriticConfig, OptimConfig
 from megarl.controller.context import Groups, RunPaths
 from megarl.device import on_gpu
-from megarl.megatron.model import Role
+from megarl.megatron.model import DTYPES, Role
 from megarl.megatron.optimizer import OptimizerSettings
 from megarl.megatron.world import check_layout
 from megarl.types import Layout
@@ -54,7 +54,7 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     )
     trainers = [g for g in (groups.actor, groups.critic) if g is not None]
     engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
-    groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines])
+    groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], DTYPES[config.actor.dtype].itemsize)
     names = [*groups.rollout.names, "reward", *(n for g in trainers for n in g.names)]
     facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
     warnings += sorted({f["warning"] for f in facts if f.get("warning")})
