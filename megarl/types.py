@@ -5,8 +5,9 @@ Legend of shapes: B samples, N tokens of all samples together (ragged, never pad
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: ``checkpoints/step_N``, written aside and renamed when whole.
 
-    step_N/actor, step_N/critic   Megatron distributed checkpoints
-    step_N/controller.json        what the controller must know to go on; written last
-    step_N/manifest.json          every file and its size; a directory without it, or that disagrees with it, is not whole
+step_N/actor, step_N/critic   Megatron distributed checkpoints
+step_N/controller.json        what the controller must know to go on; written last
+step_N/manifest.json          every file and its size; a directory without it, or that disagrees with it, is not whole
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class CheckpointStore:
         """Checkpoint ``step``, or CheckpointError that says what is wrong with it."""
         path = self.directory / f"step_{step}"
         if problems := self.problems(path):
-            raise CheckpointError(explain("not a whole checkpoint", where=str(path), got="; ".join(problems[:5]), do="resume from another step"))
+            raise CheckpointError(
+                explain("not a whole checkpoint", where=str(path), got="; ".join(problems[:5]), do="resume from another step")
+            )
         return Checkpoint(step, path)
 
     def _steps(self) -> list[int]:

@@ -46,7 +46,9 @@ def start_cluster(address: str | None) -> None:
         try:
             ray.init(address=address, log_to_driver=False)
         except (ConnectionError, ray.exceptions.RaySystemError) as error:
-            raise WorkerError(explain("no Ray cluster answers", where="cluster.address", got=address, do="start one by `ray start --head`")) from error
+            raise WorkerError(
+                explain("no Ray cluster answers", where="cluster.address", got=address, do="start one by `ray start --head`")
+            ) from error
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: names and interfaces of a network don't matter
     ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
@@ -80,7 +82,13 @@ def reserve(slots: Slots, deadline_s: float) -> PlacementGroup:
     bundle = {"CPU": slots.cpus} | ({"GPU": slots.gpus} if slots.gpus else {})
     group = placement_group([bundle] * slots.count, strategy="PACK")
     if not group.wait(timeout_seconds=deadline_s):
-        raise PlacementError(explain(f"the slots of {slots.group} were not free within {deadline_s:g} s", got=ray.available_resources(), expected=f"{slots.count} x {bundle}"))
+        raise PlacementError(
+            explain(
+                f"the slots of {slots.group} were not free within {deadline_s:g} s",
+                got=ray.available_resources(),
+                expected=f"{slots.count} x {bundle}",
+            )
+        )
     return group
 
 

@@ -36,7 +36,9 @@ class RewardWorker:
         """Process id and memory."""
         return process_facts()
 
-    def score(self, pieces: Mapping[str, tuple[Piece, ...]], rows: list[int], prompts_path: str, log_path: str | None, log_count: int) -> tuple[Scores, dict[str, float]]:
+    def score(
+        self, pieces: Mapping[str, tuple[Piece, ...]], rows: list[int], prompts_path: str, log_path: str | None, log_count: int
+    ) -> tuple[Scores, dict[str, float]]:
         """Score every sample of a batch; ``rows[i]`` is the prompt of sample i. Writes the first ``log_count`` rollouts to ``log_path``."""
         with timed() as record:
             source = self.prompts.setdefault(prompts_path, PreparedPrompts.open(prompts_path))
@@ -93,7 +95,9 @@ class RewardGroup:
         """Wait until the worker is up."""
         return Pending(start_call("start", ("reward",), [self.worker.facts.remote()], self.settings.start_deadline_s), list)
 
-    def score(self, batch: DataProto, prompts_path: str, *, log_path: str | None = None, log_count: int = 0) -> Pending[tuple[Scores, float]]:
+    def score(
+        self, batch: DataProto, prompts_path: str, *, log_path: str | None = None, log_count: int = 0
+    ) -> Pending[tuple[Scores, float]]:
         """Score every sample of the batch."""
         pieces = {"responses": tuple(batch.pieces("responses"))}
         ref = self.worker.score.remote(pieces, batch.info.row.tolist(), prompts_path, log_path, log_count)

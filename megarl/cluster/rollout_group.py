@@ -74,7 +74,10 @@ class RolloutGroup:
         ``layouts[e][r]``: what rank r of engine e copies out of Hugging Face tensors. ``bytes_per_element``: of the actor's parameters.
         """
         shards = actor.rank_shards(hf_config)
-        plans = [plan_reshard(shards, [GenerationRank(r, 0, copies) for r, copies in enumerate(ranks)], bytes_per_element=bytes_per_element) for ranks in layouts]
+        plans = [
+            plan_reshard(shards, [GenerationRank(r, 0, copies) for r, copies in enumerate(ranks)], bytes_per_element=bytes_per_element)
+            for ranks in layouts
+        ]
         self._plans = [ray.put(plan) for plan in plans]
         return plans
 
@@ -91,11 +94,15 @@ class RolloutGroup:
         self.version, self.syncs = version, self.syncs + 1
         return SyncResult(version, sum(r.bytes for r in reports), max(r.seconds for r in reports), check)
 
-    def generate_sequences(self, requests: Sequence[GenerationRequest], groups: Sequence[int], prompts_path: str, sampling: SamplingSettings) -> Pending[tuple[DataProto, float]]:
+    def generate_sequences(
+        self, requests: Sequence[GenerationRequest], groups: Sequence[int], prompts_path: str, sampling: SamplingSettings
+    ) -> Pending[tuple[DataProto, float]]:
         """Draw one response a request; the result holds columns prompts, responses and rollout_log_probs, in request order."""
         parts = [list(range(i, len(requests), len(self.workers))) for i in range(len(self.workers))]
         parts = [p for p in parts if p]
-        pairs = [w.generate.remote([requests[i] for i in part], prompts_path, sampling) for w, part in zip(self.workers, parts, strict=False)]
+        pairs = [
+            w.generate.remote([requests[i] for i in part], prompts_path, sampling) for w, part in zip(self.workers, parts, strict=False)
+        ]
         call = start_call("generate", self.names[: len(parts)], [info for _, info in pairs], self.settings.call_deadline_s)
 
         def finish(infos: list[dict[str, Any]]) -> tuple[DataProto, float]:
@@ -119,7 +126,9 @@ class RolloutGroup:
             ray.kill(worker)
 
 
-def _sample_info(requests: Sequence[GenerationRequest], groups: Sequence[int], parts: list[list[int]], infos: list[dict[str, Any]]) -> SampleInfo:
+def _sample_info(
+    requests: Sequence[GenerationRequest], groups: Sequence[int], parts: list[list[int]], infos: list[dict[str, Any]]
+) -> SampleInfo:
     order = np.concatenate([np.asarray(p) for p in parts])
     back = np.argsort(order)
     joined = {k: np.concatenate([i[k] for i in infos])[back] for k in ("prompt_length", "response_length", "truncated")}
@@ -129,5 +138,3 @@ def _sample_info(requests: Sequence[GenerationRequest], groups: Sequence[int], p
         group=np.asarray(groups, dtype=np.int64),
         **joined,
     )
-
-

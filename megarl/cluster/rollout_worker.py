@@ -37,7 +37,9 @@ class RolloutWorker:
         return self.engine.sync(plan, manifests, version, check)
 
     @ray.method(num_returns=2)
-    def generate(self, requests: Sequence[GenerationRequest], prompts_path: str, sampling: SamplingSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], prompts_path: str, sampling: SamplingSettings
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Draw one response a request.
 
         Returns columns prompts, responses, rollout_log_probs in request order, then scalars: lengths, truncation, seconds.

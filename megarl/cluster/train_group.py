@@ -66,7 +66,9 @@ class TrainGroup:
         slots = self.slots(settings)
         placement = reserve(slots, settings.start_deadline_s)
         self.workers = [
-            spawn(TrainWorker, slots, placement, r, settings.name, r, self.layout, settings.log_dir, settings.call_deadline_s, settings.seed)
+            spawn(
+                TrainWorker, slots, placement, r, settings.name, r, self.layout, settings.log_dir, settings.call_deadline_s, settings.seed
+            )
             for r in range(self.layout.world_size)
         ]
 
@@ -83,7 +85,9 @@ class TrainGroup:
         address = start_call("start", self.names[:1], [self.workers[0].open_store.remote()], deadline).wait()[0]
         return Pending(self._call("start", [w.join.remote(*address) for w in self.workers], deadline), list)
 
-    def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None = None, *, share: bool = False) -> Pending[list[dict[str, Any]]]:
+    def load(
+        self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None = None, *, share: bool = False
+    ) -> Pending[list[dict[str, Any]]]:
         """Build role ``name`` from a Hugging Face directory on every rank."""
         refs = [w.load.remote(name, directory, role, optimizer, share) for w in self.workers]
         return Pending(self._call(f"load {name}", refs, self.settings.start_deadline_s), list)
@@ -109,7 +113,9 @@ class TrainGroup:
 
     # --- columns ---------------------------------------------------------------------------------------------------------------
 
-    def forward(self, name: str, batch: DataProto, renames: dict[str, str], *, temperature: float = 1.0, phase: str) -> Pending[tuple[DataProto, float]]:
+    def forward(
+        self, name: str, batch: DataProto, renames: dict[str, str], *, temperature: float = 1.0, phase: str
+    ) -> Pending[tuple[DataProto, float]]:
         """Run role ``name`` over the batch; the result has the renamed outputs as columns, and says how many seconds it took."""
         requests = self._requests(batch, ("prompts", "responses"), range(len(batch)))
         pairs = [w.forward.remote(name, requests[self._data(r)], temperature, renames) for r, w in enumerate(self.workers)]
@@ -124,7 +130,17 @@ class TrainGroup:
 
         return Pending(call, finish)
 
-    def map_columns(self, method: str, batch: DataProto, needs: tuple[str, ...], produces: tuple[str, ...], arguments: Any, *, phase: str, whole: bool = False) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+    def map_columns(
+        self,
+        method: str,
+        batch: DataProto,
+        needs: tuple[str, ...],
+        produces: tuple[str, ...],
+        arguments: Any,
+        *,
+        phase: str,
+        whole: bool = False,
+    ) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
         """Compute columns from columns on the reporting rank of each replica; ``arguments(rows)`` gives what the method takes besides.
 
         ``whole``: on one rank, which sees all rows.
@@ -150,10 +166,14 @@ class TrainGroup:
 
     def compare_log_probs(self, batch: DataProto) -> Pending[list[dict[str, Any]]]:
         """How far rollout_log_probs are from log_probs; one record a replica."""
-        pending = self.map_columns("compare_log_probs", batch, ("rollout_log_probs", "log_probs"), (), lambda rows: (), phase="compare log-probs")
+        pending = self.map_columns(
+            "compare_log_probs", batch, ("rollout_log_probs", "log_probs"), (), lambda rows: (), phase="compare log-probs"
+        )
         return Pending(pending.call, list)
 
-    def apply_kl_penalty(self, batch: DataProto, scores: np.ndarray, *, coef: float, estimator: str) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+    def apply_kl_penalty(
+        self, batch: DataProto, scores: np.ndarray, *, coef: float, estimator: str
+    ) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
         """Add ``token_rewards``. ``scores``: [B]."""
         return self.map_columns(
             "apply_kl_penalty",
@@ -164,7 +184,9 @@ class TrainGroup:
             phase="kl penalty",
         )
 
-    def compute_advantage(self, batch: DataProto, scores: np.ndarray, config: AlgorithmConfig) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
+    def compute_advantage(
+        self, batch: DataProto, scores: np.ndarray, config: AlgorithmConfig
+    ) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
         """Add ``raw_advantages`` and, where the batch has ``values``, ``returns``. ``scores``: [B]."""
         with_values = "values" in batch.column_names
         groups = batch.info.group
@@ -184,7 +206,9 @@ class TrainGroup:
 
     # --- update ----------------------------------------------------------------------------------------------------------------
 
-    def train_step(self, name: str, batch: DataProto, rows: Sequence[int], loss: LossSpec, *, lr: float, temperature: float = 1.0, phase: str) -> Pending[UpdateResult]:
+    def train_step(
+        self, name: str, batch: DataProto, rows: Sequence[int], loss: LossSpec, *, lr: float, temperature: float = 1.0, phase: str
+    ) -> Pending[UpdateResult]:
         """One optimizer step of role ``name`` on the samples ``rows``.
 
         The result raises DivergedError where a loss or gradient was not finite; nothing was changed then.
@@ -197,7 +221,12 @@ class TrainGroup:
             first = results[0]
             if not first["applied"]:
                 raise DivergedError(
-                    explain(f"a loss or gradient of {name} is not finite; the step was not applied", where=phase, got=first["sums"] | {"grad_norm": first["grad_norm"]}, expected="finite numbers")
+                    explain(
+                        f"a loss or gradient of {name} is not finite; the step was not applied",
+                        where=phase,
+                        got=first["sums"] | {"grad_norm": first["grad_norm"]},
+                        expected="finite numbers",
+                    )
                 )
             return UpdateResult(first["sums"], first["grad_norm"], max(r["seconds"] for r in results))
 
@@ -207,11 +236,15 @@ class TrainGroup:
 
     def save(self, name: str, directory: str) -> Pending[list[dict[str, float]]]:
         """Write role ``name`` as a distributed checkpoint."""
-        return Pending(self._call(f"save {name}", [w.save.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list)
+        return Pending(
+            self._call(f"save {name}", [w.save.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list
+        )
 
     def restore(self, name: str, directory: str) -> Pending[list[dict[str, float]]]:
         """Load role ``name`` from a distributed checkpoint."""
-        return Pending(self._call(f"restore {name}", [w.restore.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list)
+        return Pending(
+            self._call(f"restore {name}", [w.restore.remote(name, directory) for w in self.workers], self.settings.save_deadline_s), list
+        )
 
     def export(self, name: str, work_dir: str, target: str, tokenizer_dir: str) -> None:
         """Write role ``name`` as a Hugging Face directory ``target``; every rank writes its own slices, nothing is gathered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,18 @@ class TrainWorker:
     def manifest(self, name: str) -> dict[str, Any]:
         """Where a generation engine on this host finds the parameters of role ``name``, as they are now."""
         if self.shared is None:
-            raise SyncError(explain("no parameters are shared", where=f"{self.group} rank {self.index}", do="load the role with share=True"))
+            raise SyncError(
+                explain("no parameters are shared", where=f"{self.group} rank {self.index}", do="load the role with share=True")
+            )
         for parameter, tensor in zip(self.engines[name].named_parameters().values(), self.shared.tensors.values(), strict=True):
             if parameter.data_ptr() != tensor.data_ptr():
-                raise SyncError(explain("a parameter has left the shared memory", where=f"{self.group} rank {self.index}", do="this is a bug of megarl; report it"))
+                raise SyncError(
+                    explain(
+                        "a parameter has left the shared memory",
+                        where=f"{self.group} rank {self.index}",
+                        do="this is a bug of megarl; report it",
+                    )
+                )
         return self.shared.manifest()
 
     def facts(self) -> dict[str, Any]:
@@ -109,16 +117,16 @@ class TrainWorker:
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
     @ray.method(num_returns=2)
-    def forward(self, name: str, request: RowsRequest, temperature: float, renames: Mapping[str, str]) -> tuple[dict[str, Ragged], dict[str, Any]]:
+    def forward(
+        self, name: str, request: RowsRequest, temperature: float, renames: Mapping[str, str]
+    ) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """Run role ``name`` over the rows. Returns its outputs as columns (renamed by ``renames``), then how long it took.
 
         Every rank of the replica takes part; only the reporting one returns columns.
         """
         with timed() as record:
             columns = request.fetch()
-            outputs = self.engines[name].forward(
-                _cut(columns, request, ()), temperature=temperature, with_entropy="entropy" in renames
-            )
+            outputs = self.engines[name].forward(_cut(columns, request, ()), temperature=temperature, with_entropy="entropy" in renames)
             result = {}
             if self.rank.reports:
                 offsets = columns["responses"].offsets
@@ -127,7 +135,9 @@ class TrainWorker:
 
     # --- update ----------------------------------------------------------------------------------------------------------------
 
-    def train(self, name: str, request: RowsRequest, loss: LossSpec, totals: MiniBatchTotals, lr: float, temperature: float) -> dict[str, Any]:
+    def train(
+        self, name: str, request: RowsRequest, loss: LossSpec, totals: MiniBatchTotals, lr: float, temperature: float
+    ) -> dict[str, Any]:
         """One optimizer step of role ``name`` on this replica's part of a mini-batch."""
         with timed() as record:
             micro_batches = _cut(request.fetch(), request, loss.needs)
@@ -142,22 +152,35 @@ class TrainWorker:
         rollout, trained = _tensors(request.fetch(), "rollout_log_probs", "log_probs")
         gap = (rollout.double() - trained.double()).abs()
         probability_gap = (rollout.double().exp() - trained.double().exp()).abs()
-        return {}, {"max": float(gap.max()), "prob_max": float(probability_gap.max()), "prob_sum": float(probability_gap.sum()), "count": gap.numel()}
+        return {}, {
+            "max": float(gap.max()),
+            "prob_max": float(probability_gap.max()),
+            "prob_sum": float(probability_gap.sum()),
+            "count": gap.numel(),
+        }
 
     @ray.method(num_returns=2)
-    def apply_kl_penalty(self, request: RowsRequest, scores: np.ndarray, coef: float, estimator: str) -> tuple[dict[str, Ragged], dict[str, Any]]:
+    def apply_kl_penalty(
+        self, request: RowsRequest, scores: np.ndarray, coef: float, estimator: str
+    ) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """Token rewards: the score on the last token minus ``coef`` x KL to the reference on each. ``scores``: [rows]."""
         columns = request.fetch()
         log_probs = columns["log_probs"]
         rewards, kl = kl_penalised_rewards(
-            torch.from_numpy(scores), *_tensors(columns, "log_probs", "ref_log_probs"), torch.from_numpy(log_probs.offsets), coef=coef, estimator=estimator
+            torch.from_numpy(scores),
+            *_tensors(columns, "log_probs", "ref_log_probs"),
+            torch.from_numpy(log_probs.offsets),
+            coef=coef,
+            estimator=estimator,
         )
         info = {"kl_sum": float(kl.double().sum()), "tokens": len(log_probs.values), "samples": len(log_probs)}
         info |= _mean_min_max("rewards", torch.zeros(len(log_probs)).double().index_add(0, _owners(log_probs), rewards.double()))
         return {"token_rewards": Ragged(rewards.float().numpy(), log_probs.offsets)}, info
 
     @ray.method(num_returns=2)
-    def compute_advantage(self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, config: AlgorithmConfig) -> tuple[dict[str, Ragged], dict[str, Any]]:
+    def compute_advantage(
+        self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, config: AlgorithmConfig
+    ) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """Advantages (not yet whitened) and, with a critic, returns; and what whitening and metrics need of them.
 
         ``scores`` and ``groups``: [rows]. Where the estimator compares samples of a group, the rows hold whole groups.
@@ -221,8 +244,9 @@ def _cut(columns: dict[str, Ragged], request: RowsRequest, needs: Sequence[str])
     """Cut columns in request order into micro-batches."""
     batches, start = [], 0
     for rows in request.micro_batches:
-        take: Callable[[str], Ragged] = lambda name, at=range(start, start + len(rows)): columns[name].take(at)  # noqa: E731
-        batches.append(MicroBatch(take("prompts"), take("responses"), {name: take(name) for name in needs}))
+        at = range(start, start + len(rows))
+        cut = {name: columns[name].take(at) for name in ("prompts", "responses", *needs)}
+        batches.append(MicroBatch(cut.pop("prompts"), cut.pop("responses"), cut))
         start += len(rows)
     return batches
 

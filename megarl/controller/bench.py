@@ -26,7 +26,13 @@ def bench_demo(seeds: int, out: str = "runs/bench-demo", as_json: bool = False, 
 
 def _run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
     if directory.exists():
-        raise ConfigError(explain("the run directory of this seed exists; its figures would be those of a resume", where=str(directory), do="remove it, or name another place by --out"))
+        raise ConfigError(
+            explain(
+                "the run directory of this seed exists; its figures would be those of a resume",
+                where=str(directory),
+                do="remove it, or name another place by --out",
+            )
+        )
     began = time.monotonic()
     command = [sys.executable, "-m", "megarl.cli.main", "train", RECIPE, f"run.seed={seed}", f"run.dir={directory}", *overrides]
     code = subprocess.run(command, stdout=sys.stderr, check=False, env=os.environ).returncode
@@ -59,7 +65,10 @@ def summarise(seed: int, directory: Path, seconds: float) -> dict[str, Any]:
 
 def tables(results: list[dict[str, Any]]) -> list[str]:
     """The figures as Markdown tables."""
-    lines = ["| seed | before PPO | after PPO | steps | seconds a step | controller | log-prob gap | whole run |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| seed | before PPO | after PPO | steps | seconds a step | controller | log-prob gap | whole run |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for r in results:
         lines.append(
             f"| {r['seed']} | {r['before']:.3f} | {r['after']:.3f} ± {r['standard_error']:.3f} | {r['steps']} | {r['step_s']:.2f} | "

@@ -40,7 +40,12 @@ def evaluate(run: Context, *, log_name: str | None = None) -> Evaluation:
     failed = [i for i, status in enumerate(scores.status) if status != "ok"]
     if failed:
         raise DataError(
-            explain(f"{len(failed)} of {len(scores.status)} reward calls failed in an evaluation", where=config.reward.path, got=scores.message[:1], do="mend the reward function")
+            explain(
+                f"{len(failed)} of {len(scores.status)} reward calls failed in an evaluation",
+                where=config.reward.path,
+                got=scores.message[:1],
+                do="mend the reward function",
+            )
         )
     count = len(scores.score)
     return Evaluation(float(scores.score.mean()), count, float(scores.score.std(ddof=1) / np.sqrt(count)))

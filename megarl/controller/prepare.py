@@ -23,7 +23,17 @@ from megarl.rewards.pool import RewardPool
 from megarl.weights.families import model_family, read_hf_config
 
 # What may differ between a run and its resume; every other key decides the numbers.
-FREE_KEYS = ("run.dir", "run.name", "run.total_steps", "run.save_every_steps", "run.keep_checkpoints", "run.eval_every_steps", "run.export_hf", "run.log_rollouts", "cluster.")
+FREE_KEYS = (
+    "run.dir",
+    "run.name",
+    "run.total_steps",
+    "run.save_every_steps",
+    "run.keep_checkpoints",
+    "run.eval_every_steps",
+    "run.export_hf",
+    "run.log_rollouts",
+    "cluster.",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,9 @@ class Prepared:
 def prepare(config: Config, paths: RunPaths) -> Prepared:
     """Check everything and write the run's own files: the resolved recipe and the prepared prompts."""
     check_model(config.model)
-    RewardPool(config.reward.path, config.reward.name, workers=1, timeout_s=config.reward.timeout_s).close()  # it imports the file, in a process of its own
+    RewardPool(
+        config.reward.path, config.reward.name, workers=1, timeout_s=config.reward.timeout_s
+    ).close()  # it imports the file, in a process of its own
     open_run_directory(config, paths)
     from transformers import AutoTokenizer  # seconds of imports; not before the cheap checks
 
@@ -47,9 +59,24 @@ def prepare(config: Config, paths: RunPaths) -> Prepared:
     if config.data.val_files:
         val = _prepare(config, tokenizer, config.data.val_files, paths.val_prompts)
         if val.rows < config.data.val_prompts:
-            raise DataError(explain("too few held-out prompts", where="data.val_prompts", got=f"{val.rows} rows", expected=f"at least {config.data.val_prompts}", do="lower data.val_prompts"))
+            raise DataError(
+                explain(
+                    "too few held-out prompts",
+                    where="data.val_prompts",
+                    got=f"{val.rows} rows",
+                    expected=f"at least {config.data.val_prompts}",
+                    do="lower data.val_prompts",
+                )
+            )
     if config.warm_start.enabled:
-        prepare_supervised(config.warm_start.train_files, tokenizer, paths.supervised, prompt_key=config.data.prompt_key, max_prompt_tokens=config.data.max_prompt_tokens, max_response_tokens=config.rollout.max_response_tokens)
+        prepare_supervised(
+            config.warm_start.train_files,
+            tokenizer,
+            paths.supervised,
+            prompt_key=config.data.prompt_key,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
     return Prepared(train.rows, stop_token_ids)
 
 
@@ -59,7 +86,11 @@ def check_model(directory: str) -> None:
     hf_config = read_hf_config(path)
     model_family(hf_config).megatron_kwargs(hf_config)
     if not list(path.glob("*.safetensors")):
-        raise ModelError(explain("a model directory without weights", where=directory, got=sorted(p.name for p in path.iterdir()), expected="*.safetensors"))
+        raise ModelError(
+            explain(
+                "a model directory without weights", where=directory, got=sorted(p.name for p in path.iterdir()), expected="*.safetensors"
+            )
+        )
     if not (path / "tokenizer_config.json").is_file():
         raise ModelError(explain("a model directory without tokenizer", where=directory, expected="tokenizer_config.json, tokenizer.json"))
 
@@ -81,14 +112,23 @@ def open_run_directory(config: Config, paths: RunPaths) -> None:
     """
     recipe = paths.root / "config.yaml"
     if paths.root.is_dir() and any(paths.root.iterdir()) and not recipe.is_file():
-        raise ConfigError(explain("the run directory holds something that is no run of megarl", where=str(paths.root), got=sorted(p.name for p in paths.root.iterdir())[:5], do="name another run.dir"))
+        raise ConfigError(
+            explain(
+                "the run directory holds something that is no run of megarl",
+                where=str(paths.root),
+                got=sorted(p.name for p in paths.root.iterdir())[:5],
+                do="name another run.dir",
+            )
+        )
     if recipe.is_file():
         _refuse_changes(recipe, config)
     try:
         for directory in (paths.root / "data", paths.logs, paths.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(explain("the run directory can't be written", where=str(paths.root), got=error, do="name another run.dir")) from error
+        raise ConfigError(
+            explain("the run directory can't be written", where=str(paths.root), got=error, do="name another run.dir")
+        ) from error
     if not os.access(paths.root, os.W_OK):
         raise ConfigError(explain("the run directory can't be written", where=str(paths.root), do="name another run.dir"))
     recipe.write_text(to_yaml(config))
@@ -106,9 +146,20 @@ def versions() -> dict[str, str]:
 
 def _refuse_changes(recipe: Path, config: Config) -> None:
     old, new = (_flat(OmegaConf.to_container(OmegaConf.create(text))) for text in (recipe.read_text(), to_yaml(config)))
-    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key) and not key.startswith(FREE_KEYS)]
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and not key.startswith(FREE_KEYS)
+    ]
     if changed:
-        raise ConfigError(explain("the run directory belongs to a run with other settings", where=str(recipe), got="; ".join(changed), do="name another run.dir, or take the changes back"))
+        raise ConfigError(
+            explain(
+                "the run directory belongs to a run with other settings",
+                where=str(recipe),
+                got="; ".join(changed),
+                do="name another run.dir, or take the changes back",
+            )
+        )
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -118,4 +169,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _prepare(config: Config, tokenizer: Any, files: tuple[str, ...], target: Path) -> PreparedSummary:
-    return prepare_prompts(files, tokenizer, target, prompt_key=config.data.prompt_key, max_prompt_tokens=config.data.max_prompt_tokens, truncation=config.data.truncation)
+    return prepare_prompts(
+        files,
+        tokenizer,
+        target,
+        prompt_key=config.data.prompt_key,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        truncation=config.data.truncation,
+    )

@@ -54,7 +54,9 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     )
     trainers = [g for g in (groups.actor, groups.critic) if g is not None]
     engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
-    groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], DTYPES[config.actor.dtype].itemsize)
+    groups.rollout.connect(
+        groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], DTYPES[config.actor.dtype].itemsize
+    )
     names = [*groups.rollout.names, "reward", *(n for g in trainers for n in g.names)]
     facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
     warnings += sorted({f["warning"] for f in facts if f.get("warning")})

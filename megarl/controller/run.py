@@ -136,8 +136,9 @@ def finish(run: Context, store: CheckpointStore, first: Evaluation | None) -> in
     report = write_report(paths.root)
     checkpoint = store.require(run.step).path
     before = json.loads((paths.root / "run.json").read_text()).get("eval_start")
-    reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else f"held-out reward {last}" if last else "no held-out prompts"
-    print(f"done: {run.step} steps; {reward}; checkpoint {checkpoint}; model {paths.final_model if config.run.export_hf else 'not exported'}; report {report}")
+    reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else "no held-out prompts"
+    model = paths.final_model if config.run.export_hf else "not exported"
+    print(f"done: {run.step} steps; {reward}; checkpoint {checkpoint}; model {model}; report {report}")
     return EXIT_DONE
 
 

@@ -111,12 +111,16 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
     if groups.critic is not None:
         value_loss = ValueLossSpec(clip=config.critic.value_clip)
         for rows in mini_batches(len(batch), run.samples_per_step, config.critic.samples_per_mini_batch, config.critic.epochs_per_step):
-            calls.append(("critic", groups.critic.train_step("critic", batch, rows, value_loss, lr=config.critic.optim.lr, phase="update critic")))
+            calls.append(
+                ("critic", groups.critic.train_step("critic", batch, rows, value_loss, lr=config.critic.optim.lr, phase="update critic"))
+            )
     if step > config.algorithm.critic_warmup_steps:
         actor = config.actor
         policy_loss = PolicyLossSpec(actor)
         for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
-            call = groups.actor.train_step("actor", batch, rows, policy_loss, lr=actor.optim.lr, temperature=run.sampling.temperature, phase="update actor")
+            call = groups.actor.train_step(
+                "actor", batch, rows, policy_loss, lr=actor.optim.lr, temperature=run.sampling.temperature, phase="update actor"
+            )
             calls.append(("actor", call))
         run.version += 1
     results = wait_all(*(call for _, call in calls))

@@ -31,7 +31,9 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
     cursor = PromptCursor(len(pairs), shuffle=True, seed=run.config.run.seed)
     for step in range(1, config.max_steps + 1):
         batch = _batch(run, pairs, cursor.take(config.samples_per_step))
-        result = run.groups.actor.train_step("actor", batch, range(len(batch)), SupervisedLossSpec(), lr=config.lr, phase="warm start").result()
+        result = run.groups.actor.train_step(
+            "actor", batch, range(len(batch)), SupervisedLossSpec(), lr=config.lr, phase="warm start"
+        ).result()
         run.version += 1
         if step % config.eval_every_steps:
             continue

@@ -85,7 +85,9 @@ class Engine:
         return dict(unwrap(self.model).named_parameters())
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, list[np.ndarray]]:
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> dict[str, list[np.ndarray]]:
         """Outputs at the response tokens of each micro-batch, without gradients.
 
         Returns name -> one array [R] a micro-batch, in order: ``log_probs`` (and ``entropy``) or ``values``, float32. Empty on ranks
@@ -97,7 +99,9 @@ class Engine:
             return {}
         return {name: [o[name].cpu().numpy() for o in outputs] for name in outputs[0]}
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, lr: float, temperature: float = 1.0) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, lr: float, temperature: float = 1.0
+    ) -> StepResult:
         """One optimizer step on a mini-batch, of which ``micro_batches`` are this replica's part.
 
         Nothing is changed when a loss or gradient anywhere in the group is not finite (``applied`` is then False).
@@ -109,10 +113,14 @@ class Engine:
         grad_norm, applied = optimizer_step(self.optimizer, lr, finite=all(np.isfinite(v) for v in sums.values()))
         return StepResult(sums, grad_norm, applied)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, temperature: float = 1.0) -> dict[str, float]:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, temperature: float = 1.0
+    ) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch in the parameters' ``main_grad``; returns the loss's sums over the group."""
 
-        def with_loss(packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def with_loss(
+            packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             outputs = self._outputs(packed, micro_batch, logits, temperature=temperature, with_entropy=loss.with_entropy)
             columns = {n: torch.from_numpy(micro_batch.columns[n].values).to(self.device) for n in loss.needs}
             lengths = torch.from_numpy(micro_batch.responses.lengths).to(self.device)
@@ -122,7 +130,9 @@ class Engine:
         collected = self._run(micro_batches, with_loss, forward_only=False)
         return self._sum_over_group(collected)
 
-    def _outputs(self, packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor, *, temperature: float, with_entropy: bool
+    ) -> dict[str, torch.Tensor]:
         """What the model says at the response tokens. ``logits``: [1, T, V / tp], or [1, T, 1] of a value head."""
         at_responses = logits[0].index_select(0, packed.predictors)
         if self.role.head == "value":

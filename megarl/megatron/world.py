@@ -49,7 +49,9 @@ def check_layout(layout: Layout, what: str) -> None:
     }
     for name, size in unsupported.items():
         if size != 1:
-            raise ConfigError(explain(f"{what} asks for a layout that is not supported yet", where=f"{what}.layout.{name}", got=size, expected=1))
+            raise ConfigError(
+                explain(f"{what} asks for a layout that is not supported yet", where=f"{what}.layout.{name}", got=size, expected=1)
+            )
 
 
 def join(rank: int, layout: Layout, store: dist.Store, timeout_s: float, seed: int) -> Rank:

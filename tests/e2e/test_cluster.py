@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from megarl.checkpoint.store import CheckpointStore
 from megarl.cluster.placement import Slots, check_capacity, start_cluster
 from megarl.config.load import load_config
 from megarl.controller.context import Context, RunPaths
@@ -19,7 +20,6 @@ from megarl.controller.prepare import prepare as prepare_run
 from megarl.controller.roles import load_roles, start_groups
 from megarl.controller.run import new_context, save
 from megarl.controller.step import ppo_step
-from megarl.checkpoint.store import CheckpointStore
 from megarl.errors import PlacementError, WorkerError
 from tests.e2e.demo import RECIPE, prepare, short
 

@@ -62,7 +62,9 @@ def test_exported_model_is_a_hugging_face_directory(undisturbed: tuple[Path, str
 
     model = AutoModelForCausalLM.from_pretrained(undisturbed[0] / "model")
     tokenizer = AutoTokenizer.from_pretrained(undisturbed[0] / "model")
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "reverse: cat"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "reverse: cat"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[0] == 1
 
 

@@ -12,7 +12,7 @@ from megarl.types import Ragged
 
 VOCAB = 61  # prime: padded under every tensor-parallel size
 
-# Lengths (prompt, response) that break naive packing: single tokens, one long among many short, equal ones, a multiple of 16 and its neighbours.
+# Lengths (prompt, response) that break naive packing: single tokens, one long among many short, a multiple of 16 and its neighbours.
 HOSTILE_LENGTHS = {
     "ones": [(1, 1)] * 5,
     "one long": [(1, 2), (40, 23), (2, 1), (1, 1)],

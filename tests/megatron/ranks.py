@@ -19,7 +19,7 @@ DEADLINE_S = 90
 
 
 def run_ranks(layout: Layout, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """``work(rank, *args)`` on ``layout.world_size`` processes; returns what each returned. A failing rank fails the test with its traceback."""
+    """``work(rank, *args)`` on ``layout.world_size`` processes; returns what each returned. A failing rank fails the test."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
