@@ -63,10 +63,11 @@ def check_capacity(slots: list[Slots]) -> list[str]:
     for kind, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
         need = sum(s.count * getattr(s, attribute) for s in slots)
         if need > have.get(kind, 0.0) + 1e-9:
+            missing = need - have.get(kind, 0.0)
             rows = "; ".join(f"{s.group}: {s.count} x {getattr(s, attribute):g}" for s in slots if getattr(s, attribute))
             raise PlacementError(
                 explain(
-                    f"the placement needs {need:g} {kind} and the cluster has {have.get(kind, 0.0):g}: {need - have.get(kind, 0.0):g} missing",
+                    f"the placement needs {need:g} {kind} and the cluster has {have.get(kind, 0.0):g}: {missing:g} missing",
                     got=rows,
                     do="use smaller layouts, a larger cluster" + (", or a smaller cluster.cpu_share_per_process" if kind == "CPU" else ""),
                 )

@@ -29,11 +29,12 @@ class StepMetrics:
     def add_sync(self, sync: SyncResult | None) -> None:
         self.seconds["sync_weights"] = sync.seconds if sync else 0.0
 
-    def add_samples(self, info: SampleInfo, scores: Scores, kept: np.ndarray) -> None:
+    def add_samples(self, info: SampleInfo, scores: Scores, kept: np.ndarray, max_prompt_tokens: int) -> None:
         """``info`` and ``kept``: samples that go into training; ``scores``: of all that were drawn."""
         self.values |= summary("critic/score", kept)
         self.values |= summary("prompt_length", info.prompt_length) | summary("response_length", info.response_length)
         self.values["response_length/clip_ratio"] = float(info.truncated.mean())
+        self.values["prompt_length/clip_ratio"] = float((info.prompt_length >= max_prompt_tokens).mean())
         self.values["reward/failed_share"] = sum(s != "ok" for s in scores.status) / len(scores.status)
         self.values["perf/total_num_tokens"] = float((info.prompt_length + info.response_length).sum())
 
@@ -74,9 +75,7 @@ class StepMetrics:
             self.values["critic/lr"] = config.critic.optim.lr
         self.seconds |= {"controller": seconds - waited, "step": seconds}
         for phase, spent in self.seconds.items():
-            self.values[f"timing_s/{phase}"] = self.values[f"timing/{phase}"] = spent
-            if phase != "step":
-                self.values[f"timing_share/{phase}"] = spent / seconds
+            self.values[f"timing_s/{phase}"] = spent
         self.values |= {
             "training/global_step": step,
             "training/epoch": run.cursor.epoch,

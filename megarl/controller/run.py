@@ -99,7 +99,9 @@ def loop(run: Context, store: CheckpointStore) -> None:
             run.step = step
             last = step == config.run.total_steps
             if _due(config.run.eval_every_steps, step) and not last and config.data.val_files:
+                began = time.monotonic()
                 metrics["val/reward/mean"] = evaluate(run, log_name=f"eval_{step}").reward
+                metrics["timing_s/testing"] = time.monotonic() - began
             if _due(config.run.save_every_steps, step) or last:
                 metrics["timing_s/save_checkpoint"] = save(run, store)
             log.write(step, metrics)

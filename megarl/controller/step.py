@@ -48,7 +48,7 @@ def ppo_step(run: Context, step: int) -> Metrics:
         batch, str(run.paths.train_prompts), log_path=str(run.paths.rollouts(step)), log_count=config.run.log_rollouts
     ).result()
     batch, reward = drop_failed(batch, scores, run)
-    m.add_samples(batch.info, scores, reward)
+    m.add_samples(batch.info, scores, reward, config.data.max_prompt_tokens)
 
     batch = add_log_probs_and_values(run, batch, m)
     batch = add_advantages(run, batch, reward, m)

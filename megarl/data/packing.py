@@ -11,9 +11,8 @@ from megarl.errors import ConfigError, DataError, explain
 def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Spread samples over ``parts`` with token totals as equal as possible.
 
-    By default the longest sample left goes to the part with the fewest tokens (LPT, Graham 1969). With ``equal_counts`` tuples
-    of ``parts`` samples are merged by the largest differencing method (Karmarkar and Karp 1982). Either way the totals of two
-    parts differ by no more than the longest sample.
+    The longest sample left goes to the part with the fewest tokens (longest processing time first, Graham 1969): the totals of
+    two parts differ by no more than the longest sample. With ``equal_counts`` full parts drop out on the way.
 
     Args:
         lengths: tokens of each sample, 1 or more.
@@ -33,8 +32,7 @@ def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -
                 "samples can't be spread", where="balance", got=f"{len(sizes)} samples for {parts} parts", expected="a sample for each part"
             )
         )
-    chosen = _largest_differencing(sizes, parts) if equal_counts else _longest_first(sizes, parts)
-    return [sorted(rows) for rows in chosen]
+    return [sorted(rows) for rows in _longest_first(sizes, parts, equal_counts=equal_counts)]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
@@ -101,41 +99,21 @@ def _by_length(sizes: list[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
 
 
-def _longest_first(sizes: list[int], parts: int) -> list[list[int]]:
+def _longest_first(sizes: list[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """LPT. No part stays empty, since an empty one has the fewest tokens."""
+    share, extra = divmod(len(sizes), parts)  # with equal counts: ``extra`` parts hold one sample more than the share
     chosen: list[list[int]] = [[] for _ in range(parts)]
     totals = [(0, part) for part in range(parts)]
     for row in _by_length(sizes):
         total, part = heapq.heappop(totals)
+        while equal_counts and len(chosen[part]) == share and extra == 0:
+            total, part = heapq.heappop(totals)  # that part is full: it stays off the heap
         chosen[part].append(row)
-        heapq.heappush(totals, (total + sizes[row], part))
+        if len(chosen[part]) > share:
+            extra -= 1
+        if not equal_counts or len(chosen[part]) <= share:
+            heapq.heappush(totals, (total + sizes[row], part))
     return chosen
-
-
-def _largest_differencing(sizes: list[int], parts: int) -> list[list[int]]:
-    """Karmarkar-Karp on tuples of ``parts`` neighbours in length, so that each part gains one sample per tuple.
-
-    Merging pairs the largest total of one tuple with the smallest of the other: the spread never grows.
-    """
-    order: list[int | None] = list(_by_length(sizes))
-    order += [None] * (-len(order) % parts)  # None stands for no sample, in the last tuple only
-    heap = []
-    for number in range(len(order) // parts):
-        chunk = order[number * parts : (number + 1) * parts]
-        heap.append(_spread_entry(number, [(0 if row is None else sizes[row], [] if row is None else [row]) for row in chunk]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, number, wide = heapq.heappop(heap)
-        _, _, narrow = heapq.heappop(heap)
-        merged = [(a + b, rows_a + rows_b) for (a, rows_a), (b, rows_b) in zip(wide, reversed(narrow), strict=True)]
-        heapq.heappush(heap, _spread_entry(number, merged))
-    return [rows for _, rows in heap[0][2]]
-
-
-def _spread_entry(number: int, totals: list[tuple[int, list[int]]]) -> tuple[int, int, list[tuple[int, list[int]]]]:
-    """(-spread, unique number, totals from largest to smallest): the heap gives the widest spread first."""
-    totals = sorted(totals, key=lambda entry: (-entry[0], entry[1]))
-    return totals[-1][0] - totals[0][0], number, totals
 
 
 def _fewest_that_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:

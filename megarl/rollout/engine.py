@@ -19,7 +19,7 @@ from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.plan import ReshardPlan
 from megarl.weights.regions import Copy, Region
 
-_MIN_BATCHED_TOKENS = 2048  # prompt tokens of one prefill pass: enough to fill it from many short prompts
+_BATCHED_TOKENS = 2048  # prompt tokens of one prefill pass: enough to fill it from many short prompts
 _NO_VERSION = -1
 
 
@@ -173,7 +173,7 @@ def _start_vllm(model_dir: str, config: RolloutConfig, max_prompt_tokens: int, s
         tensor_parallel_size=config.tensor_parallel,
         distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
         max_model_len=max_tokens,
-        max_num_batched_tokens=max(max_tokens, _MIN_BATCHED_TOKENS),
+        max_num_batched_tokens=max(max_tokens, min(_BATCHED_TOKENS, max_tokens * config.max_concurrent_samples)),
         max_num_seqs=config.max_concurrent_samples,
         enforce_eager=True,
         logprobs_mode="processed_logprobs",  # after temperature, as the trainer computes them

@@ -15,10 +15,11 @@ import string
 import sys
 from pathlib import Path
 
-TRAIN_ROWS = 16384  # more than a run of 60 steps x 128 prompts reads: no word is seen twice
-SFT_ROWS = 8192
+LETTERS = "abcdefghijkl"  # twelve make the warm start twice as quick as twenty-six, and still leave 22,464 words
+TRAIN_ROWS = 8192  # more than the 60 steps x 128 prompts of the recipe
+SFT_ROWS = 8192  # the warm start sees the training words too; the held-out ones are in no training file
 VAL_ROWS = 512
-LAYOUT_VERSION = 1  # raise it when what this script writes changes, so that an older output is made again
+OUTPUT_VERSION = 1  # raise it when what this script writes changes, so that an older output is made again
 
 PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|unk|>"
 CHAT_TEMPLATE = (
@@ -28,12 +29,12 @@ CHAT_TEMPLATE = (
 
 
 def make_words(seed: int) -> tuple[list[str], list[str]]:
-    """Distinct words (train, held-out), half of three and half of four letters, in an order that the seed decides."""
+    """Distinct words (train, held-out), one in six of three letters and the others of four, in an order that the seed decides."""
     rng = random.Random(seed)
     words: set[str] = set()
     ordered = []
     while len(ordered) < TRAIN_ROWS + VAL_ROWS:
-        word = "".join(rng.choices(string.ascii_lowercase, k=3 + len(ordered) % 2))
+        word = "".join(rng.choices(LETTERS, k=3 if len(ordered) % 6 == 0 else 4))
         if word not in words:
             words.add(word)
             ordered.append(word)
@@ -124,13 +125,13 @@ def prepare(out: Path, seed: int) -> bool:
     stamp = out / "stamp.json"
     if stamp.exists():
         made = json.loads(stamp.read_text())
-        if (made["version"], made["seed"], made["files"]) == (LAYOUT_VERSION, seed, fingerprint(out)):
+        if (made["version"], made["seed"], made["files"]) == (OUTPUT_VERSION, seed, fingerprint(out)):
             return False
     (out / "model").mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     write_data(out, seed)
     write_model(out / "model", seed)
-    stamp.write_text(json.dumps({"version": LAYOUT_VERSION, "seed": seed, "files": fingerprint(out)}, indent=1))
+    stamp.write_text(json.dumps({"version": OUTPUT_VERSION, "seed": seed, "files": fingerprint(out)}, indent=1))
     return True
 
 

@@ -59,7 +59,9 @@ class TrainingSide:
 
 
 def start(model: Path, tensor: int) -> RolloutEngine:
-    config = RolloutConfig(tensor_parallel=tensor, prompts_per_step=12, max_response_tokens=MAX_RESPONSE, kv_cache_mib=16, max_concurrent_samples=8)
+    config = RolloutConfig(
+        tensor_parallel=tensor, prompts_per_step=12, max_response_tokens=MAX_RESPONSE, kv_cache_mib=16, max_concurrent_samples=8
+    )
     return RolloutEngine(model, config, MAX_PROMPT, seed=0)
 
 
