@@ -109,9 +109,9 @@ def _longest_first(sizes: list[int], parts: int, *, equal_counts: bool = False) 
         while equal_counts and len(chosen[part]) == share and extra == 0:
             total, part = heapq.heappop(totals)  # that part is full: it stays off the heap
         chosen[part].append(row)
-        if len(chosen[part]) > share:
-            extra -= 1
-        if not equal_counts or len(chosen[part]) <= share:
+        full = equal_counts and len(chosen[part]) > share
+        extra -= full
+        if not full:
             heapq.heappush(totals, (total + sizes[row], part))
     return chosen
 
