@@ -140,9 +140,8 @@ def test_grpo_refuses_a_failed_score():
 
 
 def test_estimators_are_found_by_name():
-    inputs = AdvantageInputs(
-        torch.tensor([0.0, 1.0, 3.0]), torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 2, 3]), torch.zeros(3)
-    )
+    rewards, offsets = torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 2, 3])
+    inputs = AdvantageInputs(rewards, torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), offsets, torch.zeros(3))
     by_gae = ADVANTAGE_ESTIMATORS["gae"](inputs, AlgorithmConfig())
     assert by_gae.advantages.tolist() == [1.0, 1.0, 3.0]
     by_grpo = ADVANTAGE_ESTIMATORS["grpo"](inputs, AlgorithmConfig(norm_by_std=False))

@@ -143,9 +143,8 @@ def test_files_that_can_not_be_read_are_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"not a parquet file[\s\S]*text.parquet"):
         prepare([str(tmp_path / "text.parquet")], tokenizer, out)
     bare = write(tmp_path / "bare.parquet", [{"question": "q", "data_source": "x"}])
-    with pytest.raises(
-        DataError, match=r"missing columns: prompt, reward_model[\s\S]*question, data_source[\s\S]*data_source, prompt, reward_model"
-    ):
+    columns = r"missing columns: prompt, reward_model[\s\S]*question, data_source[\s\S]*data_source, prompt, reward_model"
+    with pytest.raises(DataError, match=columns):
         prepare([bare], tokenizer, out)
     binary = write(tmp_path / "binary.parquet", [row(image=b"\x00")])
     with pytest.raises(DataError, match=r"binary.parquet, row 0, columns ability, image[\s\S]*bytes"):
