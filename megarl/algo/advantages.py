@@ -151,6 +151,10 @@ def gae_estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantage
         raise DataError(
             explain("gae without values", where="advantage_estimator: gae", expected="values of a critic", do="add a critic, or use grpo")
         )
+    if config.bootstrap_truncated and inputs.bootstrap_values is None:
+        raise DataError(
+            explain("gae without bootstrap values", where="algorithm.bootstrap_truncated", expected="a value after each response")
+        )
     bootstrap = inputs.bootstrap_values if config.bootstrap_truncated else None
     advantages, returns = gae(
         inputs.token_rewards, inputs.values, inputs.offsets, gamma=config.gamma, lam=config.lam, bootstrap_values=bootstrap

@@ -153,6 +153,9 @@ def test_gae_bootstraps_only_when_the_recipe_says_so():
     inputs = AdvantageInputs(torch.zeros(1), torch.zeros(1), torch.tensor([0]), torch.tensor([0, 1]), torch.zeros(1), torch.tensor([2.0]))
     assert ADVANTAGE_ESTIMATORS["gae"](inputs, AlgorithmConfig()).advantages.tolist() == [0.0]
     assert ADVANTAGE_ESTIMATORS["gae"](inputs, AlgorithmConfig(bootstrap_truncated=True)).advantages.tolist() == [2.0]
+    silent = AdvantageInputs(torch.zeros(1), torch.zeros(1), torch.tensor([0]), torch.tensor([0, 1]), torch.zeros(1))
+    with pytest.raises(DataError, match="without bootstrap values"):
+        ADVANTAGE_ESTIMATORS["gae"](silent, AlgorithmConfig(bootstrap_truncated=True))
 
 
 def test_gae_without_a_critic_says_so():
