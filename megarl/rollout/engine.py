@@ -59,7 +59,7 @@ class RolloutEngine:
 
     def layout(self) -> list[tuple[Copy, ...]]:
         """For each tensor-parallel rank, what it copies out of Hugging Face tensors, recorded from vLLM's own loader."""
-        ranks = self._llm.collective_rpc("megarl_layout")
+        ranks = _results(self._llm.collective_rpc("megarl_layout"))
         return [tuple(Copy(Region(*source), Region(*target)) for source, target in copies) for copies in ranks]
 
     def sync(self, plan: ReshardPlan, manifests: Mapping[int, Mapping[str, Any]], version: int, check: bool) -> SyncReport:
@@ -77,7 +77,7 @@ class RolloutEngine:
         began = time.monotonic()
         self.version = _NO_VERSION  # half-written weights must not serve
         plain = {rank: [(s.source_rank, tuple(s.source), tuple(s.target)) for s in slices] for rank, slices in plan.slices.items()}
-        reports = self._llm.collective_rpc("megarl_sync", args=(plain, dict(manifests), check))
+        reports = _results(self._llm.collective_rpc("megarl_sync", args=(plain, dict(manifests), check)))
         if not self._llm.reset_prefix_cache():
             raise SyncError(explain("requests are in flight during a sync", do="wait for generate() to return"))
         self.version = version
@@ -122,6 +122,14 @@ class RolloutEngine:
         """Stop the engine and its child processes."""
         self._llm.llm_engine.engine_core.shutdown()
         self.version = _NO_VERSION
+
+
+def _results(answers: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What all ranks answered. Raises SyncError with the message of the first that failed."""
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise SyncError(f"generation rank {rank}: {answer['error']}")
+    return [answer["result"] for answer in answers]
 
 
 def sampling_params(sampling: SamplingSettings, seed: int) -> Any:

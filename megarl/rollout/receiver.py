@@ -1,19 +1,19 @@
 """The receiving side of resharding, inside each vLLM worker process.
 
 vLLM adds :class:`WeightReceiver` to its worker class; the methods are called by name through ``collective_rpc`` and take and return
-plain data only, so that nothing is pickled on purpose.
+plain data only. So are errors: between processes vLLM turns what is raised into a RuntimeError, and stops the engine's other ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megarl.errors import SyncError, explain
+from megarl.errors import MegarlError, SyncError, explain
 from megarl.rollout.packing import finish_written_modules, keep_plain_weights
 from megarl.rollout.recorder import record_loader
 from megarl.weights.families import model_family, read_hf_config
@@ -23,6 +23,7 @@ from megarl.weights.shared import open_shared
 # vLLM imports this module in each worker process just before it builds the model: the one moment at which this can still take effect.
 keep_plain_weights()
 
+Answer = dict[str, Any]  # {"result": plain data} or {"error": message}
 Slices = Sequence[tuple[int, tuple[str, Any], tuple[str, Any]]]  # (training rank, source region, target region)
 
 
@@ -33,8 +34,24 @@ class WeightReceiver:
     model_runner: Any
     rank: int
 
-    def megarl_layout(self) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
-        """Record this rank's loader, set what it fills, and return its copies as (Hugging Face region, parameter region)."""
+    def megarl_layout(self) -> Answer:
+        """Record this rank's loader, set what it fills, and answer with its copies as (Hugging Face region, parameter region)."""
+        return _answer(self._megarl_layout)
+
+    def megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> Answer:
+        """Copy this rank's slices out of the training ranks' shared parameters, in place; then let vLLM process what changed.
+
+        Answers with bytes copied and the seconds of each stage (open, copy, check, process), or with an error: a training process is
+        gone, a parameter has another dtype, or a slice differs from its source afterwards.
+        """
+        return _answer(lambda: self._megarl_sync(plan, manifests, check))
+
+    def megarl_digests(self) -> dict[str, str]:
+        """Parameter -> SHA-256 of its bytes: what two engines are compared by."""
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: hashlib.sha256(_raw(parameter.detach()).cpu().numpy().tobytes()).hexdigest() for name, parameter in parameters}
+
+    def _megarl_layout(self) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
         hf_config = read_hf_config(self.vllm_config.model_config.model)
         recording = record_loader(self.vllm_config, model_family(hf_config).hf_tensors(hf_config))
         parameters = dict(self.model_runner.get_model().named_parameters())
@@ -43,12 +60,7 @@ class WeightReceiver:
                 parameters[region.name][as_slices(region.box)] = value
         return [(tuple(source), tuple(target)) for source, target in recording.copies]
 
-    def megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> dict[str, float]:
-        """Copy this rank's slices out of the training ranks' shared parameters, in place; then let vLLM process what changed.
-
-        Returns bytes copied and the seconds of each stage: open, copy, check, process. Raises SyncError when a training process is
-        gone, when a parameter has another dtype, or when a slice differs from its source afterwards.
-        """
+    def _megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> dict[str, float]:
         slices = plan[self.rank]
         model = self.model_runner.get_model()
         parameters = dict(model.named_parameters())
@@ -67,10 +79,12 @@ class WeightReceiver:
         clock.mark("process")
         return {"bytes": float(sum(target.nbytes for _, target, _ in pairs)), **clock.seconds}
 
-    def megarl_digests(self) -> dict[str, str]:
-        """Parameter -> SHA-256 of its bytes: what two engines are compared by."""
-        parameters = self.model_runner.get_model().named_parameters()
-        return {name: hashlib.sha256(_raw(parameter.detach()).cpu().numpy().tobytes()).hexdigest() for name, parameter in parameters}
+
+def _answer(action: Callable[[], Any]) -> Answer:
+    try:
+        return {"result": action()}
+    except MegarlError as error:
+        return {"error": str(error)}
 
 
 class _StageClock:

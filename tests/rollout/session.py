@@ -1,7 +1,9 @@
 """One vLLM engine in a process of its own, put through many checks; prints its findings as one line of JSON.
 
-    python -m tests.rollout.session sync  DIR TENSOR    two syncs, from TP2 training shards, into an engine of TENSOR ranks
-    python -m tests.rollout.session fresh MODEL TENSOR  the same generation by an engine that loaded MODEL itself
+    python -m tests.rollout.session sync    DIR TENSOR  two syncs, from TP2 x PP2 training shards, into an engine of TENSOR ranks;
+                                                        then generates until it is killed
+    python -m tests.rollout.session restart DIR TENSOR  an engine that takes the place of a killed one: one sync, one generation
+    python -m tests.rollout.session fresh   DIR TENSOR  the same generation by an engine that loaded its weights from disk
 
 vLLM can't be started twice in one process, and an engine costs 10 to 40 s: hence one process per engine and many checks in each.
 """
@@ -19,6 +21,7 @@ import torch
 from megarl.config.schema import RolloutConfig
 from megarl.errors import MegarlError
 from megarl.rollout.engine import RolloutEngine, collect, sampling_params
+from megarl.rollout.environment import prepare_environment
 from megarl.types import GenerationRequest, Layout, Ragged, SamplingSettings
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_io import load_into
@@ -73,28 +76,25 @@ def bits(drawn: Any) -> dict:
 
 
 def one_by_one(engine: RolloutEngine) -> dict:
-    """Each request alone, last one first."""
+    """Every third request alone, last one first; by position."""
     prompts, requests = prompts_and_requests()
-    singles = [engine.generate([requests[i]], prompts.take([i]), SAMPLING) for i in reversed(range(len(requests)))]
-    singles.reverse()
-    parts = [bits(single) for single in singles]
-    return {key: [part[key][0] for part in parts] for key in parts[0]}
+    return {str(i): bits(engine.generate([requests[i]], prompts.take([i]), SAMPLING)) for i in reversed(range(0, len(requests), 3))}
 
 
 def staggered(engine: RolloutEngine) -> dict:
     """Requests that arrive while others are being answered, two steps apart."""
     prompts, requests = prompts_and_requests()
     core = engine._llm.llm_engine
-    done: dict[str, Any] = {}
+    done: dict[int, Any] = {}
     waiting = list(range(len(requests)))
     while waiting or core.has_unfinished_requests():
         for i in waiting[:3]:
             core.add_request(f"staggered-{i}", {"prompt_token_ids": prompts[i].tolist()}, sampling_params(SAMPLING, requests[i].seed))
         waiting = waiting[3:]
-        for _ in range(2):
-            done |= {output.request_id.rsplit("-", 1)[0] if output.request_id.count("-") > 1 else output.request_id: output.outputs[0]
-                     for output in core.step() if output.finished}  # fmt: skip
-    return bits(collect([done[f"staggered-{i}"] for i in range(len(requests))]))
+        for output in [*core.step(), *core.step()]:
+            if output.finished:
+                done[int(output.request_id.split("-")[1])] = output.outputs[0]
+    return bits(collect([done[i] for i in range(len(requests))]))
 
 
 def error_of(action: Any) -> str:
@@ -106,62 +106,78 @@ def error_of(action: Any) -> str:
     return ""
 
 
-def run_sync(directory: Path, tensor: int) -> dict:
+def plan_into(engine: RolloutEngine, training: TrainingSide) -> ReshardPlan:
+    """The plan, once through JSON."""
+    generation = [GenerationRank(rank, 0, copies) for rank, copies in enumerate(engine.layout())]
+    return ReshardPlan.from_json(plan_reshard(training.ranks, generation, bytes_per_element=4).to_json())
+
+
+def run_sync(directory: Path, tensor: int) -> None:
     prompts, requests = prompts_and_requests()
     training = TrainingSide(directory / "first")
     engine = start(directory / "first", tensor)
     found: dict[str, Any] = {"before_sync": error_of(lambda: engine.generate(requests, prompts, SAMPLING))}
-    layout = engine.layout()
-    found["layout"] = layout
-    plan = plan_reshard(training.ranks, [GenerationRank(r, 0, c) for r, c in enumerate(layout)], bytes_per_element=4)
-    plan = ReshardPlan.from_json(plan.to_json())
+    plan = plan_into(engine, training)
     for version, name in enumerate(("first", "second")):
         training.load(directory / name)
         report = engine.sync(plan, training.manifests(), version, check=True)
         found[name] = bits(engine.generate(requests, prompts, SAMPLING))
-        found[name] |= {"digests": engine._llm.collective_rpc("megarl_digests"), "bytes": report.bytes, "stages": report.stages}
+        found[name] |= {"digests": digests(engine), "bytes": report.bytes, "stages": report.stages, "version": engine.version}
     found["alone"] = one_by_one(engine)
     found["staggered"] = staggered(engine)
-    found["log_probs"] = np.asarray(found["second"]["log_prob_bits"][1], dtype=np.int32).view(np.float32).tolist()
-    found["too_long"] = error_of(lambda: engine.generate(requests[:1], Ragged.from_list([[1] * (MAX_PROMPT + 1)], np.int32), SAMPLING))
-    gone = training.manifests() | {0: training.manifests()[0] | {"inode": 1}}
-    found["gone"] = error_of(lambda: engine.sync(plan, gone, 2, check=False)) if tensor == 1 else "skipped"
-    found["after_failure"] = error_of(lambda: engine.generate(requests, prompts, SAMPLING)) if tensor == 1 else "skipped"
+    too_long = Ragged.from_list([[1] * (MAX_PROMPT + 1)], np.int32)
+    found["too_long"] = error_of(lambda: engine.generate(requests[:1], too_long, SAMPLING))
+    stale = training.manifests()
+    stale[0] = stale[0] | {"inode": 1}
+    found["gone"] = error_of(lambda: engine.sync(plan, stale, 2, check=False))
+    found["after_failure"] = error_of(lambda: engine.generate(requests, prompts, SAMPLING))
+    engine.sync(plan, training.manifests(), 3, check=False)
+    found["recovered"] = bits(engine.generate(requests, prompts, SAMPLING))
+    tell(found)
+    while True:
+        engine.generate(requests, prompts, SAMPLING)
+
+
+def run_restart(directory: Path, tensor: int) -> None:
+    prompts, requests = prompts_and_requests()
+    training = TrainingSide(directory / "second")
+    engine = start(directory / "first", tensor)
+    engine.sync(plan_into(engine, training), training.manifests(), 7, check=False)
+    tell(bits(engine.generate(requests, prompts, SAMPLING)))
     engine.close()
-    return found
 
 
-def run_fresh(model: Path, tensor: int) -> dict:
-    """An engine as vLLM's users start it, weights from disk; only the sampling settings are ours."""
-    from megarl.rollout.environment import prepare_environment
-
+def run_fresh(directory: Path, tensor: int) -> None:
+    """vLLM as its users start it, weights from disk; only layout of arguments and sampling settings are ours."""
     prepare_environment()
     from vllm import LLM
 
     prompts, requests = prompts_and_requests()
     llm = LLM(
-        model=str(model),
+        model=str(directory / "second"),
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype="float32",
         tensor_parallel_size=tensor,
         max_model_len=MAX_PROMPT + MAX_RESPONSE,
         enable_chunked_prefill=False,
-        max_num_batched_tokens=2048,
         enforce_eager=True,
         kv_cache_memory_bytes=16 << 20,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="megarl.rollout.receiver.WeightReceiver" if "digests" in sys.argv else "",
     )
     inputs = [{"prompt_token_ids": prompts[i].tolist()} for i in range(len(prompts))]
     outputs = llm.generate(inputs, [sampling_params(SAMPLING, request.seed) for request in requests], use_tqdm=False)
-    found: dict[str, Any] = bits(collect([output.outputs[0] for output in outputs]))
-    if "digests" in sys.argv:
-        found["digests"] = llm.collective_rpc("megarl_digests")
-    return found
+    tell(bits(collect([output.outputs[0] for output in outputs])))
+
+
+def digests(engine: RolloutEngine) -> list[dict[str, str]]:
+    """Of each rank's parameters."""
+    return engine._llm.collective_rpc("megarl_digests")
+
+
+def tell(found: dict) -> None:
+    print("\nFOUND " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    kind, path, tensor = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    result = run_sync(path, tensor) if kind == "sync" else run_fresh(path, tensor)
-    print("\nFOUND " + json.dumps(result), flush=True)
+    {"sync": run_sync, "restart": run_restart, "fresh": run_fresh}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
