@@ -22,7 +22,8 @@ from megarl.weights.families import read_hf_config
 from tests.rollout.session import MAX_RESPONSE, SAMPLING, STOPS, VOCAB, prompts_and_requests
 from tests.weights import reference
 
-pytestmark = pytest.mark.cluster
+# A fixture starts up to three engines, each 15 s alone and a minute on a loaded machine.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 DRAWN = ("responses", "log_prob_bits", "truncated")
 
