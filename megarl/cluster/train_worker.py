@@ -94,20 +94,17 @@ class TrainWorker:
             parameter.data = self.shared.tensors[name]
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """Where a generation engine on this host finds the parameters of role ``name``, as they are now."""
+        """Where a generation engine on this host finds the parameters of role ``name``, as they are now.
+
+        Parameters that the distributed optimizer keeps in a buffer of its own are copied over first; all others live there.
+        """
         if self.shared is None:
             raise SyncError(
                 explain("no parameters are shared", where=f"{self.group} rank {self.index}", do="load the role with share=True")
             )
-        for parameter, tensor in zip(self.engines[name].named_parameters().values(), self.shared.tensors.values(), strict=True):
-            if parameter.data_ptr() != tensor.data_ptr():
-                raise SyncError(
-                    explain(
-                        "a parameter has left the shared memory",
-                        where=f"{self.group} rank {self.index}",
-                        do="this is a bug of megarl; report it",
-                    )
-                )
+        for key, parameter in self.engines[name].named_parameters().items():
+            if parameter.data_ptr() != self.shared.tensors[key].data_ptr():
+                self.shared.tensors[key].copy_(parameter.data)
         return self.shared.manifest()
 
     def facts(self) -> dict[str, Any]:
