@@ -92,7 +92,15 @@ def test_the_model_is_what_both_sides_can_cut(demo: Path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "score", "letters"),
-    [("cat", 1.0, 1.0), ("cut", 0.0, 2 / 3), ("cats", 0.0, 3 / 4), ("ca", 0.0, 2 / 3), ("tac", 0.0, 1 / 3), ("", 0.0, 0.0), ("cat ", 0.0, 0.75)],
+    [
+        ("cat", 1.0, 1.0),
+        ("cut", 0.0, 2 / 3),
+        ("cats", 0.0, 3 / 4),
+        ("cat ", 0.0, 3 / 4),
+        ("ca", 0.0, 2 / 3),
+        ("tac", 0.0, 1 / 3),
+        ("", 0.0, 0.0),
+    ],
 )
 def test_reward(said: str, score: float, letters: float) -> None:
     result = reward.compute_score(data_source="demo/reverse", solution_str=said, ground_truth="cat", extra_info={})
