@@ -1,8 +1,8 @@
 """Reward of the demo task, in verl's signature: 1 for the whole word spelled backward, else 0.
 
-All or nothing on purpose. A graded score (the share of letters in place) reaches 0.4 while the policy has barely found the
-rule, and lifting it from there by policy gradient took ten times as many samples in trials; 40 % of words whole means that
-the rule is known and the policy is unsure of it, which is what PPO is good at. The graded figure is logged beside the score.
+All or nothing on purpose. The share of letters in place reaches 0.4 while the policy has barely found the rule: in a trial PPO
+lifted 0.39 to 0.49 in 60 steps. With 0.4 of the words whole the rule is known and the policy is only unsure of it, which is what
+PPO is good at: 0.39 became 0.62 in 50 steps. The share of letters is returned beside the score.
 """
 
 
