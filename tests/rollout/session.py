@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own, put through many checks; prints its findings as one line of JSON.
 
     python -m tests.rollout.session sync    DIR TENSOR  two syncs, from TP2 x PP2 training shards, into an engine of TENSOR ranks;
-                                                        then generates until it is killed
+                                                        with one rank then generates until it is killed
     python -m tests.rollout.session restart DIR TENSOR  an engine that takes the place of a killed one: one sync, one generation
     python -m tests.rollout.session fresh   DIR TENSOR  the same generation by an engine that loaded its weights from disk
 
@@ -134,8 +134,9 @@ def run_sync(directory: Path, tensor: int) -> None:
     engine.sync(plan, training.manifests(), 3, check=False)
     found["recovered"] = bits(engine.generate(requests, prompts, SAMPLING))
     tell(found)
-    while True:
+    while tensor == 1:  # to be killed in the middle
         engine.generate(requests, prompts, SAMPLING)
+    engine.close()
 
 
 def run_restart(directory: Path, tensor: int) -> None:
