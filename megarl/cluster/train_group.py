@@ -189,13 +189,13 @@ class TrainGroup:
     ) -> Pending[tuple[DataProto, list[dict[str, Any]]]]:
         """Add ``raw_advantages`` and, where the batch has ``values``, ``returns``. ``scores``: [B]."""
         with_values = "values" in batch.column_names
-        groups = batch.info.group
+        groups, truncated = batch.info.group, batch.info.truncated
         return self.map_columns(
             "compute_advantage",
             batch,
-            ("token_rewards", "values") if with_values else ("token_rewards",),
+            ("token_rewards", "values", "last_values") if with_values else ("token_rewards",),
             ("raw_advantages", "returns") if with_values else ("raw_advantages",),
-            lambda rows: (scores[list(rows)], groups[list(rows)], config),
+            lambda rows: (scores[list(rows)], groups[list(rows)], truncated[list(rows)], config),
             phase="advantages",
             whole=not with_values,  # estimators without a critic compare the samples of a group, which must not be torn apart
         )

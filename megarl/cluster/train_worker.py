@@ -126,8 +126,7 @@ class TrainWorker:
             outputs = self.engines[name].forward(_cut(columns, request, ()), temperature=temperature, with_entropy="entropy" in renames)
             result = {}
             if self.rank.reports:
-                offsets = columns["responses"].offsets
-                result = {new: Ragged(np.concatenate(outputs[old]), offsets) for old, new in renames.items()}
+                result = {new: _column(old, outputs[old], columns["responses"]) for old, new in renames.items()}
         return result, record
 
     # --- update ----------------------------------------------------------------------------------------------------------------
@@ -176,17 +175,20 @@ class TrainWorker:
 
     @ray.method(num_returns=2)
     def compute_advantage(
-        self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, config: AlgorithmConfig
+        self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, truncated: np.ndarray, config: AlgorithmConfig
     ) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """Advantages (not yet whitened) and, with a critic, returns; and what whitening and metrics need of them.
 
-        ``scores`` and ``groups``: [rows]. Where the estimator compares samples of a group, the rows hold whole groups.
+        ``scores``, ``groups`` and ``truncated``: [rows]. Where the estimator compares samples of a group, the rows hold whole groups.
         """
         columns = request.fetch()
         offsets = columns["token_rewards"].offsets
         (rewards,) = _tensors(columns, "token_rewards")
         values = _tensors(columns, "values")[0] if "values" in columns else None
-        inputs = AdvantageInputs(rewards, torch.from_numpy(scores), torch.from_numpy(groups), torch.from_numpy(offsets), values)
+        bootstrap = None
+        if "last_values" in columns:  # a response that ended by itself has nothing after it
+            bootstrap = torch.where(torch.from_numpy(truncated), _tensors(columns, "last_values")[0], 0.0)
+        inputs = AdvantageInputs(rewards, torch.from_numpy(scores), torch.from_numpy(groups), torch.from_numpy(offsets), values, bootstrap)
         found = ADVANTAGE_ESTIMATORS[config.advantage_estimator](inputs, config)
         result = {"raw_advantages": Ragged(found.advantages.numpy(), offsets)}
         info: dict[str, Any] = {"moments": Moments.of(found.advantages)}
@@ -235,6 +237,12 @@ class TrainWorker:
     def finish_export(self, directory: str, target: str, tokenizer_dir: str) -> None:
         """On rank 0: add configuration and tokenizer, and give the directory its name."""
         HfExport.open(Path(directory)).finish(Path(target), Path(tokenizer_dir))
+
+
+def _column(name: str, parts: list[np.ndarray], responses: Ragged) -> Ragged:
+    """An engine's output over all micro-batches: one number a response token, or one a sample."""
+    offsets = np.arange(len(responses) + 1) if name == "last_values" else responses.offsets
+    return Ragged(np.concatenate(parts), offsets)
 
 
 def _cut(columns: dict[str, Ragged], request: RowsRequest, needs: Sequence[str]) -> list[MicroBatch]:

@@ -6,6 +6,7 @@
     log_probs           actor, before its update       KL penalty, policy loss
     ref_log_probs       reference                      KL penalty
     values              critic, before its update      advantages, value loss
+    last_values         critic, before its update      advantages, of truncated responses that bootstrap
     token_rewards       KL penalty                     advantages
     raw_advantages      advantages                     whitening
     returns             advantages                     value loss
@@ -78,11 +79,11 @@ def add_log_probs_and_values(run: Context, batch: DataProto, m: metrics.StepMetr
         actor.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs"),
     ]
     if critic is not None:
-        calls.append(critic.forward("critic", batch, {"values": "values"}, phase="values"))
+        calls.append(critic.forward("critic", batch, {"values": "values", "last_values": "last_values"}, phase="values"))
     (with_log_probs, m.seconds["old_log_prob"]), (with_reference, m.seconds["ref"]), *rest = wait_all(*calls)
     batch = batch.union(with_log_probs.select(("log_probs",))).union(with_reference.select(("ref_log_probs",)))
     for with_values, m.seconds["values"] in rest:
-        batch = batch.union(with_values.select(("values",)))
+        batch = batch.union(with_values.select(("values", "last_values")))
     m.add_log_prob_gap(actor.compare_log_probs(batch).result())
     return batch
 

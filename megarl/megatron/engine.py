@@ -90,8 +90,8 @@ class Engine:
     ) -> dict[str, list[np.ndarray]]:
         """Outputs at the response tokens of each micro-batch, without gradients.
 
-        Returns name -> one array [R] a micro-batch, in order: ``log_probs`` (and ``entropy``) or ``values``, float32. Empty on ranks
-        that are not the last stage.
+        Returns name -> one array a micro-batch, in order, float32: ``log_probs`` (and ``entropy``) [R], or ``values`` [R] and
+        ``last_values`` [B], the value after the last token of each sequence. Empty on ranks that are not the last stage.
         """
         unwrap(self.model).eval()
         outputs = self._run(micro_batches, partial(self._outputs, temperature=temperature, with_entropy=with_entropy), forward_only=True)
@@ -136,7 +136,7 @@ class Engine:
         """What the model says at the response tokens. ``logits``: [1, T, V / tp], or [1, T, 1] of a value head."""
         at_responses = logits[0].index_select(0, packed.predictors)
         if self.role.head == "value":
-            return {"values": at_responses[:, 0].float()}
+            return {"values": at_responses[:, 0].float(), "last_values": logits[0].index_select(0, packed.finals)[:, 0].float()}
         log_probs, entropy = vocab_parallel_log_probs(
             at_responses, packed.targets, vocab_size=self.vocab_size, temperature=temperature, with_entropy=with_entropy
         )

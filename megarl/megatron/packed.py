@@ -53,6 +53,7 @@ class PackedTokens:
     sequences: PackedSequences
     predictors: torch.Tensor  # [R] int64: packed position whose output speaks of each response token (the one before it)
     targets: torch.Tensor  # [R] int64: the response tokens
+    finals: torch.Tensor  # [B] int64: packed position of the last token of each sequence
     response_offsets: torch.Tensor  # [B + 1] int64
 
     @property
@@ -93,6 +94,7 @@ def pack(prompts: Ragged, responses: Ragged, *, align: int, device: torch.device
         sequences=_sequences(packed_lengths, device),
         predictors=torch.from_numpy(predictors).to(device),
         targets=torch.from_numpy(responses.values.astype(np.int64)).to(device),
+        finals=torch.from_numpy(starts[1:] - 1).to(device),
         response_offsets=torch.from_numpy(responses.offsets.astype(np.int64)).to(device),
     )
 
