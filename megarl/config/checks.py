@@ -49,7 +49,11 @@ RANGES: dict[str, Range] = {
     "data.val_prompts": (lambda x: x >= 2, "2 or more (one prompt has no standard error)"),
     "data.max_prompt_tokens": _AT_LEAST_1,
     **{f"{role}.layout.{size}": _AT_LEAST_1 for role in ("actor", "critic") for size in _LAYOUT_SIZES},
-    **{f"{role}.optim.{name}": _AT_LEAST_0 for role in ("actor", "critic") for name in ("lr", "weight_decay", "clip_grad")},
+    **{
+        f"{role}.optim.{name}": _AT_LEAST_0
+        for role in ("actor", "critic")
+        for name in ("lr", "lr_warmup_steps", "weight_decay", "clip_grad")
+    },
     **{f"{role}.optim.betas": _DECAY for role in ("actor", "critic")},
     **{f"{role}.optim.eps": _POSITIVE for role in ("actor", "critic")},
     **{
@@ -97,6 +101,15 @@ def check_config(config: Config) -> list[str]:
     _check_layout(config.critic.layout, "critic.layout")
     _check_algorithm(config)
     _check_warm_start(config)
+    if config.actor.dtype != config.rollout.dtype:
+        raise ConfigError(
+            explain(
+                "actor and engine hold the weights in different types, and they are copied bit for bit",
+                where="rollout.dtype",
+                got=f"actor.dtype {config.actor.dtype}, rollout.dtype {config.rollout.dtype}",
+                expected="equal types",
+            )
+        )
     if config.run.eval_every_steps and not config.data.val_files:
         where = "run.eval_every_steps"
         raise ConfigError(explain("evaluation without held-out data", where=where, do="name data.val_files, or set it to 0"))

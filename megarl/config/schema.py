@@ -50,6 +50,7 @@ class LayoutConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-6  # learning rate
+    lr_warmup_steps: int = 0  # PPO steps over which the learning rate rises linearly to lr
     betas: tuple[float, float] = (0.9, 0.95)  # Adam's decay rates
     eps: float = 1e-8  # Adam's epsilon
     weight_decay: float = 0.0  # decoupled weight decay

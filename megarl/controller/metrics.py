@@ -59,20 +59,17 @@ class StepMetrics:
     def add_advantages(self, infos: Infos) -> None:
         self.values |= _merged("critic/advantages", "advantages", infos)
 
-    def add_update(self, role: str, results: list[UpdateResult]) -> None:
+    def add_update(self, role: str, results: list[UpdateResult], lr: float) -> None:
         """Means over the optimizer steps of the PPO step."""
         if not results:
             return
         for name in results[0].sums:
             self.values[f"{role}/{name}"] = float(np.mean([r.sums[name] for r in results]))
+        self.values[f"{role}/lr"] = lr
         self.values[f"{role}/grad_norm"] = float(np.mean([r.grad_norm for r in results]))
         self.seconds[f"update_{role}"] = sum(r.seconds for r in results)
 
     def finish(self, run: "Context", step: int, *, seconds: float, waited: float, received: int) -> None:
-        config = run.config
-        self.values["actor/lr"] = config.actor.optim.lr
-        if run.groups.critic is not None:
-            self.values["critic/lr"] = config.critic.optim.lr
         self.seconds |= {"controller": seconds - waited, "step": seconds}
         for phase, spent in self.seconds.items():
             self.values[f"timing_s/{phase}"] = spent

@@ -22,6 +22,7 @@ import time
 import numpy as np
 
 from megarl.cluster.calls import METER, wait_all
+from megarl.config.schema import OptimConfig
 from megarl.controller import metrics
 from megarl.controller.context import Context, sample_requests
 from megarl.data.proto import DataProto
@@ -113,20 +114,36 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
         value_loss = ValueLossSpec(clip=config.critic.value_clip)
         for rows in mini_batches(len(batch), run.samples_per_step, config.critic.samples_per_mini_batch, config.critic.epochs_per_step):
             calls.append(
-                ("critic", groups.critic.train_step("critic", batch, rows, value_loss, lr=config.critic.optim.lr, phase="update critic"))
+                (
+                    "critic",
+                    groups.critic.train_step(
+                        "critic", batch, rows, value_loss, lr=learning_rate(config.critic.optim, step), phase="update critic"
+                    ),
+                )
             )
     if step > config.algorithm.critic_warmup_steps:
         actor = config.actor
         policy_loss = PolicyLossSpec(actor)
         for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
             call = groups.actor.train_step(
-                "actor", batch, rows, policy_loss, lr=actor.optim.lr, temperature=run.sampling.temperature, phase="update actor"
+                "actor",
+                batch,
+                rows,
+                policy_loss,
+                lr=learning_rate(actor.optim, step),
+                temperature=run.sampling.temperature,
+                phase="update actor",
             )
             calls.append(("actor", call))
         run.version += 1
     results = wait_all(*(call for _, call in calls))
-    for role in ("critic", "actor"):
-        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role])
+    for role, optim in (("critic", config.critic.optim), ("actor", config.actor.optim)):
+        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role], learning_rate(optim, step))
+
+
+def learning_rate(optim: OptimConfig, step: int) -> float:
+    """Linear warm-up, then constant. A function of the step alone, so that a resume needs no state."""
+    return optim.lr * min(1.0, step / max(1, optim.lr_warmup_steps))
 
 
 def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int) -> list[list[int]]:
