@@ -263,4 +263,3 @@ def _either(numbers: Sequence[int]) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-

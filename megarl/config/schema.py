@@ -15,7 +15,7 @@ REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 class RunConfig:
     dir: str = REQUIRED  # run directory; created; refused when it holds something that is no run of megarl
     name: str = "run"  # shown in logs and in the report
-    seed: int = 0  # decides data order, sampling and every random initial weight
+    seed: int = 0  # decides data order and sampling
     total_steps: int = REQUIRED  # PPO steps of the whole run, counted from 1
     save_every_steps: int = 0  # checkpoint period; 0: only after the last step
     keep_checkpoints: int = 2  # newest complete checkpoints to keep
@@ -140,7 +140,7 @@ class WarmStartConfig:
     train_files: tuple[str, ...] = ()  # parquet in verl's schema; the answer is reward_model.ground_truth
     samples_per_step: int = 128  # samples of one optimizer step
     max_steps: int = 1000  # give up after so many steps
-    eval_every_steps: int = 5  # sampled reward measured so often
+    eval_every_steps: int = 5  # sampled reward measured so often near the stopping range, five times as rarely far below it
     lr: float = 1e-3  # learning rate of the warm start
     stop_reward_min: float = 0.35  # stop at the first measured mean reward in [min, max]
     stop_reward_max: float = 0.45  # above it: an error, so that PPO always starts where the recipe says

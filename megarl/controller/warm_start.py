@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megarl.config.schema import WarmStartConfig
 from megarl.controller.context import Context
 from megarl.controller.evaluate import Evaluation, evaluate
 from megarl.controller.roles import load_actor
@@ -28,6 +29,7 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
     load_actor(run.groups, run.config, run.config.model, lr=config.lr)
     run.version += 1
     pairs = SupervisedPairs.open(run.paths.supervised)
+    measured: Evaluation | None = None
     cursor = PromptCursor(len(pairs), shuffle=True, seed=run.config.run.seed)
     for step in range(1, config.max_steps + 1):
         batch = _batch(run, pairs, cursor.take(config.samples_per_step))
@@ -35,7 +37,7 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
             "actor", batch, range(len(batch)), SupervisedLossSpec(), lr=config.lr, phase="warm start"
         ).result()
         run.version += 1
-        if step % config.eval_every_steps:
+        if step % _measure_every(config, measured):
             continue
         measured = evaluate(run)
         say(f"warm start {step}: loss {result.sums['loss']:.3f}, reward {measured}")
@@ -60,6 +62,12 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
             do="raise warm_start.max_steps or warm_start.lr",
         )
     )
+
+
+def _measure_every(config: WarmStartConfig, measured: Evaluation | None) -> int:
+    """Steps between measurements: few only where the stopping range is near, since sampling costs more than a supervised step."""
+    near = measured is not None and measured.reward > config.stop_reward_min / 2
+    return config.eval_every_steps * (1 if near else 5)
 
 
 def _batch(run: Context, pairs: SupervisedPairs, rows: np.ndarray) -> DataProto:

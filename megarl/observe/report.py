@@ -83,9 +83,7 @@ def _curves(lines: Sequence[Line], facts: Mapping[str, Any]) -> str:
         line_chart("Entropy", [_column(lines, "actor/entropy", "entropy")], y_label="nats"),
         line_chart("Response length", [_column(lines, "response_length/mean", "mean")], y_label="tokens"),
         line_chart("Critic: explained variance", [_column(lines, "critic/vf_explained_var", "explained variance")], y_label="share"),
-        line_chart(
-            "Gradient norm", [_column(lines, f"{role}/grad_norm", role) for role in ("actor", "critic")], y_label="before clipping"
-        ),
+        line_chart("Gradient norm", [_column(lines, f"{role}/grad_norm", role) for role in ("actor", "critic")], y_label="before clipping"),
     ]
     return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>'
 

@@ -1,12 +1,32 @@
 """Style of the report: light or dark as the reader's system says. Colours of lines and layers are told apart in both."""
 
 _LIGHT = (
-    "#2563c9", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285",
-    "#c2255c", "#5c6b7a", "#74b816", "#7950f2", "#e8590c", "#495057",
+    "#2563c9",
+    "#d9480f",
+    "#2b8a3e",
+    "#9c36b5",
+    "#b08900",
+    "#0b7285",
+    "#c2255c",
+    "#5c6b7a",
+    "#74b816",
+    "#7950f2",
+    "#e8590c",
+    "#495057",
 )
 _DARK = (
-    "#74a9ff", "#ff922b", "#69db7c", "#da77f2", "#ffd43b", "#3bc9db",
-    "#f783ac", "#adb5bd", "#a9e34b", "#9775fa", "#ffa94d", "#ced4da",
+    "#74a9ff",
+    "#ff922b",
+    "#69db7c",
+    "#da77f2",
+    "#ffd43b",
+    "#3bc9db",
+    "#f783ac",
+    "#adb5bd",
+    "#a9e34b",
+    "#9775fa",
+    "#ffa94d",
+    "#ced4da",
 )
 
 

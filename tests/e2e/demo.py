@@ -36,7 +36,7 @@ def short(data: Path, run_dir: Path, **changes: Any) -> list[str]:
         "rollout.prompts_per_step": 32,
         "actor.samples_per_mini_batch": 16,
         "critic.samples_per_mini_batch": 16,
-        "reward.path": ROOT / "recipes" / "demo" / "reward.py",
+        "reward.path": ROOT / "tests" / "e2e" / "graded_reward.py",
         "run.dir": run_dir,
         "run.total_steps": 4,
         "run.save_every_steps": 2,
