@@ -1,5 +1,7 @@
 """What a configuration can't be, and the arithmetic that is printed before anything starts."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.config.checks import check_config
@@ -8,6 +10,7 @@ from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
 DEMO = "recipes/demo-cpu.yaml"
+SIZES = ("rollout.prompts_per_step=128", "actor.samples_per_mini_batch=64", "critic.samples_per_mini_batch=64")
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +19,8 @@ def at_root(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Non
 
 
 def demo(*overrides: str) -> Config:
-    return load_config(DEMO, overrides)
+    """The demo with sizes of this test's own."""
+    return load_config(DEMO, [*SIZES, *overrides])
 
 
 def refused(*overrides: str) -> str:
@@ -25,7 +29,12 @@ def refused(*overrides: str) -> str:
     return str(error.value)
 
 
-def test_the_demo_prints_its_arithmetic() -> None:
+def test_every_recipe_passes() -> None:
+    for recipe in Path("recipes").glob("*.yaml"):
+        assert check_config(load_config(recipe)), recipe
+
+
+def test_the_arithmetic_is_printed() -> None:
     assert check_config(demo()) == [
         "actor: 128 prompts x 1 response = 128 samples = 2 optimizer steps of 64",
         "critic: 128 prompts x 1 response = 128 samples = 2 optimizer steps of 64",

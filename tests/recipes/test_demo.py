@@ -54,8 +54,6 @@ def test_no_held_out_word_is_trained_on(demo: Path) -> None:
     val, train, sft = ({word(row) for row in rows(demo, name)} for name in ("val", "train", "sft"))
     assert len(val) == prepare.VAL_ROWS >= 512 and len(train) == prepare.TRAIN_ROWS
     assert val.isdisjoint(train | sft)
-    config = load_config(ROOT / "recipes" / "demo-cpu.yaml")
-    assert len(train) >= config.run.total_steps * config.rollout.prompts_per_step, "a run would see words twice"
 
 
 def test_rows_are_of_verls_schema(demo: Path) -> None:
