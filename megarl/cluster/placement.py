@@ -51,7 +51,8 @@ def start_cluster(address: str | None) -> None:
             ) from error
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: names and interfaces of a network don't matter
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
+    # "local", since without it Ray would join whatever cluster RAY_ADDRESS names, perhaps somebody else's.
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
 
 
 def check_capacity(slots: list[Slots]) -> list[str]:

@@ -94,7 +94,9 @@ class Engine:
         ``last_values`` [B], the value after the last token of each sequence. Empty on ranks that are not the last stage.
         """
         unwrap(self.model).eval()
-        outputs = self._run(micro_batches, partial(self._outputs, temperature=temperature, with_entropy=with_entropy), forward_only=True)
+        outputs = self.run_schedule(
+            micro_batches, partial(self._outputs, temperature=temperature, with_entropy=with_entropy), forward_only=True
+        )
         if not outputs:
             return {}
         return {name: [o[name].cpu().numpy() for o in outputs] for name in outputs[0]}
@@ -127,7 +129,7 @@ class Engine:
             value, sums = loss(outputs, columns, lengths, totals)
             return value, torch.ones((), dtype=torch.int), sums
 
-        collected = self._run(micro_batches, with_loss, forward_only=False)
+        collected = self.run_schedule(micro_batches, with_loss, forward_only=False)
         return self._sum_over_group(collected)
 
     def _outputs(
@@ -142,8 +144,13 @@ class Engine:
         )
         return {"log_probs": log_probs} | ({"entropy": entropy} if entropy is not None else {})
 
-    def _run(self, micro_batches: Sequence[MicroBatch], at_the_end: Any, *, forward_only: bool) -> list[Any]:
-        """Drive Megatron's pipeline schedule over the micro-batches; returns what ``at_the_end`` gave on the last stage."""
+    def run_schedule(self, micro_batches: Sequence[MicroBatch], at_the_end: Any, *, forward_only: bool) -> list[Any]:
+        """Drive Megatron's pipeline schedule over the micro-batches.
+
+        ``at_the_end(packed, micro_batch, logits)`` is called on the last stage, with logits [1, T, V / tp] (or [1, T, 1] of a value
+        head). With ``forward_only`` it returns anything, else Megatron's (loss, token count, record). Returns what it gave (the records)
+        in the order of the micro-batches; empty on other stages. Raises ValueError without micro-batches.
+        """
         if not micro_batches:
             raise ValueError("a replica without micro-batches would leave the others waiting")
         align = self.rank.layout.tensor if self.rank.layout.sequence_parallel else 1

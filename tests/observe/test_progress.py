@@ -24,10 +24,7 @@ def test_a_file_gets_one_plain_line_per_step() -> None:
     with Progress(60, stream, done=1) as progress:
         progress.step(2, METRICS)
         progress.step(3, {"timing_s/step": 1.0})
-    assert stream.getvalue() == (
-        "step  2/60  reward 0.457  kl 0.0012  entropy 1.500  length 4.2  3.46 s\n"
-        "step  3/60  1.00 s\n"
-    )
+    assert stream.getvalue() == ("step  2/60  reward 0.457  kl 0.0012  entropy 1.500  length 4.2  3.46 s\nstep  3/60  1.00 s\n")
 
 
 def test_a_terminal_gets_a_bar_with_the_same_words(monkeypatch) -> None:
