@@ -141,7 +141,7 @@ class WarmStartConfig:
     samples_per_step: int = 128  # samples of one optimizer step
     max_steps: int = 1000  # give up after so many steps
     eval_every_steps: int = 5  # sampled reward measured so often near the stopping range, five times as rarely far below it
-    lr: float = 1e-3  # learning rate of the warm start
+    lr: float = 1e-3  # learning rate of the warm start; a quarter of it near the stopping range
     stop_reward_min: float = 0.35  # stop at the first measured mean reward in [min, max]
     stop_reward_max: float = 0.45  # above it: an error, so that PPO always starts where the recipe says
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,12 +33,13 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
     measured: Evaluation | None = None
     cursor = PromptCursor(len(pairs), shuffle=True, seed=run.config.run.seed)
     for step in range(1, config.max_steps + 1):
+        pace = _pace(config, measured)
         batch = _batch(run, pairs, cursor.take(config.samples_per_step))
         result = run.groups.actor.train_step(
-            "actor", batch, range(len(batch)), SupervisedLossSpec(), lr=config.lr, phase="warm start"
+            "actor", batch, range(len(batch)), SupervisedLossSpec(), lr=pace.lr, phase="warm start"
         ).result()
         run.version += 1
-        if step % _measure_every(config, measured):
+        if step % pace.measure_every:
             continue
         measured = evaluate(run)
         say(f"warm start {step}: loss {result.sums['loss']:.3f}, reward {measured}")
@@ -64,10 +66,23 @@ def warm_start(run: Context, say: Callable[[str], None]) -> Evaluation:
     )
 
 
-def _measure_every(config: WarmStartConfig, measured: Evaluation | None) -> int:
-    """Steps between measurements: few only where the stopping range is near, since sampling costs more than a supervised step."""
-    near = measured is not None and measured.reward > config.stop_reward_min / 2
-    return config.eval_every_steps * (1 if near else 5)
+@dataclass(frozen=True)
+class Pace:
+    """How fast the warm start goes on."""
+
+    lr: float
+    measure_every: int  # steps
+
+
+def _pace(config: WarmStartConfig, measured: Evaluation | None) -> Pace:
+    """Fast and rarely measured far below the stopping range, slow and often measured near it.
+
+    Sampled rewards rise late and steeply (0.15 in two steps were seen): at full speed a run may jump over the range. And far below it
+    a measurement, which costs more than a supervised step, says nothing new.
+    """
+    if measured is not None and measured.reward > config.stop_reward_min / 2:
+        return Pace(config.lr / 4, config.eval_every_steps)
+    return Pace(config.lr, 5 * config.eval_every_steps)
 
 
 def _batch(run: Context, pairs: SupervisedPairs, rows: np.ndarray) -> DataProto:
