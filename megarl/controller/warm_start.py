@@ -80,7 +80,7 @@ def _pace(config: WarmStartConfig, measured: Evaluation | None) -> Pace:
     Sampled rewards rise late and steeply (0.15 in two steps were seen): at full speed a run may jump over the range. And far below it
     a measurement, which costs more than a supervised step, says nothing new.
     """
-    if measured is not None and measured.reward > config.stop_reward_min / 2:
+    if measured is not None and measured.reward > config.stop_reward_min / 5:
         return Pace(config.lr / 4, config.eval_every_steps)
     return Pace(config.lr, 5 * config.eval_every_steps)
 
