@@ -30,7 +30,7 @@ def load_config(recipe_path: str | Path, overrides: Sequence[str] = ()) -> Confi
     """Read a recipe and what it extends, apply overrides ("actor.optim.lr=1e-6"; the value is YAML), and freeze the result.
 
     Mappings merge key by key, everything else replaces. Raises ConfigError for a missing or malformed file, a circle of
-    ``extends``, an unknown key, a value of another type, and for all missing required keys at once.
+    ``extends``, an unknown key, a value of another type, and for all missing required keys at once ("???" is no value).
     """
     origins: Origins = {}
     tree = OmegaConf.create({})
@@ -47,7 +47,8 @@ def load_config(recipe_path: str | Path, overrides: Sequence[str] = ()) -> Confi
     config = _build(Config, plain, "", origins, missing)
     if missing:
         docs = "\n".join(f"              {key}: {all_keys()[key].doc}" for key in missing)
-        raise ConfigError(explain(f"{len(missing)} required keys have no value", where=str(recipe_path), expected="a value for\n" + docs))
+        what = f"required keys without a value: {len(missing)}"
+        raise ConfigError(explain(what, where=str(recipe_path), expected="a value for\n" + docs))
     return config
 
 

@@ -119,7 +119,13 @@ def test_all_missing_keys_are_listed_at_once(recipe: Path) -> None:
     message = refused(recipe)
     for key in ("run.dir", "run.total_steps", "data.train_files", "actor.samples_per_mini_batch", "reward.path"):
         assert f"{key}:" in message
-    assert "9 required keys" in message
+    assert "required keys without a value: 9" in message
+
+
+def test_three_question_marks_ask_for_a_value(recipe: Path) -> None:
+    recipe.write_text(MINIMAL.replace("model: m", "model: ???"))
+    assert "required keys without a value: 1" in refused(recipe)
+    assert load_config(recipe, ["model=mine"]).model == "mine"
 
 
 def test_a_recipe_without_critic_need_not_size_its_batches(recipe: Path) -> None:
@@ -140,7 +146,7 @@ def test_a_recipe_without_critic_need_not_size_its_batches(recipe: Path) -> None
         ("extends: gone.yaml\n", "extends of"),
         (MINIMAL + "plugins: ['${run.dir}']\n", "interpolation"),
         (MINIMAL + "plugins: ['${']\n", "recipe"),
-        ("", "required keys"),
+        ("", "required keys without a value"),
     ],
 )
 def test_malformed_files_are_user_errors(recipe: Path, text: str, says: str) -> None:
@@ -161,7 +167,7 @@ def test_malformed_overrides_are_user_errors(recipe: Path, override: str) -> Non
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.text("a1é:#\"'{}[]-|>&*!%?, ~", max_size=12),
+    name=st.text("a1é:#\"'{}[]-|>&*!%, ~", max_size=12),
     lr=st.floats(min_value=0, max_value=1),
     files=st.lists(st.sampled_from(["a", "b c", "ü.parquet", "x: y"]), min_size=1),
 )
