@@ -36,6 +36,8 @@ class StepMetrics:
         self.values["response_length/clip_ratio"] = float(info.truncated.mean())
         self.values["prompt_length/clip_ratio"] = float((info.prompt_length >= max_prompt_tokens).mean())
         self.values["reward/failed_share"] = sum(s != "ok" for s in scores.status) / len(scores.status)
+        for name, numbers in scores.extra.items():
+            self.values[f"reward_extra/{name}/mean"] = float(np.nanmean(numbers))
         self.values["perf/total_num_tokens"] = float((info.prompt_length + info.response_length).sum())
 
     def add_log_prob_gap(self, infos: Infos) -> None:

@@ -61,6 +61,7 @@ DOCUMENTED_METRICS: dict[str, str] = {
     **_spread("prompt_length", "prompt length, tokens, chat template included"),
     "prompt_length/clip_ratio": "share of prompts at the length limit",
     "reward/failed_share": "share of reward calls that raised, timed out or returned no finite number",
+    "reward_extra/KEY/mean": "mean of KEY, a further number in what the reward function returned, over the samples that have it",
     "val/reward/mean": "mean score on the held-out prompts, in steps that evaluate",
     **{f"timing_s/{phase}": f"{doc}, seconds" for phase, doc in PHASES.items()},
     **{f"timing/{phase}": f"the same as timing_s/{phase}" for phase in PHASES},
@@ -74,8 +75,8 @@ DOCUMENTED_METRICS: dict[str, str] = {
 
 
 def undocumented(names: set[str]) -> set[str]:
-    """Those of ``names`` that the table lacks."""
-    return names - set(DOCUMENTED_METRICS)
+    """Those of ``names`` that the table lacks. The keys below reward_extra/ are the reward function's own."""
+    return {n for n in names if n not in DOCUMENTED_METRICS and not (n.startswith("reward_extra/") and n.endswith("/mean"))}
 
 
 def metrics_page() -> str:
