@@ -145,13 +145,8 @@ class TrainGroup:
 
         ``whole``: on one rank, which sees all rows.
         """
-        reporters = self._reporters()
-        if whole:
-            pieces_of = {name: tuple(batch.pieces(name)) for name in needs}
-            reporters, chosen = reporters[:1], [RowsRequest(pieces_of, (tuple(range(len(batch))),))]
-        else:
-            requests = self._requests(batch, needs, range(len(batch)))
-            chosen = [requests[self._data(r)] for r in reporters]
+        reporters = self._reporters()[: 1 if whole else len(batch)]
+        chosen = self._whole_rows(batch, needs, len(reporters))
         pairs = [getattr(self.workers[r], method).remote(q, *arguments(q.rows)) for r, q in zip(reporters, chosen, strict=True)]
         call = Call(phase, tuple(self.names[r] for r in reporters), tuple(info for _, info in pairs), self.settings.call_deadline_s)
         pieces = [Piece(q.rows, RayHandle(columns)) for q, (columns, _) in zip(chosen, pairs, strict=True)]
@@ -282,10 +277,18 @@ class TrainGroup:
         lengths = (batch.info.prompt_length + batch.info.response_length)[rows]
         limit = self.settings.max_tokens_per_micro_batch
         parts = balance(lengths, self.layout.data)
-        count = max(len(micro_batches(lengths[part], limit)) for part in parts)
+        cuts = [micro_batches(lengths[part], limit) for part in parts]
+        count = max(len(cut) for cut in cuts)
+        cuts = [
+            cut if len(cut) == count else micro_batches(lengths[part], limit, min_count=count)
+            for cut, part in zip(cuts, parts, strict=True)
+        ]
         pieces = {name: tuple(batch.pieces(name)) for name in columns}
-        requests = []
-        for part in parts:
-            cut = micro_batches(lengths[part], limit, min_count=count)
-            requests.append(RowsRequest(pieces, tuple(tuple(rows[part[i]] for i in group) for group in cut)))
-        return requests
+        return [
+            RowsRequest(pieces, tuple(tuple(rows[part[i]] for i in group) for group in cut)) for cut, part in zip(cuts, parts, strict=True)
+        ]
+
+    def _whole_rows(self, batch: DataProto, columns: tuple[str, ...], parts: int) -> list[RowsRequest]:
+        """The batch in ``parts`` runs of rows, for work that no model takes part in."""
+        pieces = {name: tuple(batch.pieces(name)) for name in columns}
+        return [RowsRequest(pieces, (tuple(part.tolist()),)) for part in np.array_split(np.arange(len(batch)), parts)]
