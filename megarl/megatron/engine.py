@@ -109,8 +109,6 @@ class Engine:
         Nothing is changed when a loss or gradient anywhere in the group is not finite (``applied`` is then False).
         """
         unwrap(self.model).train()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
         sums = self.gradients(micro_batches, loss, totals, temperature=temperature)
         grad_norm, applied = optimizer_step(self.optimizer, lr, finite=all(np.isfinite(v) for v in sums.values()))
         return StepResult(sums, grad_norm, applied)
@@ -118,7 +116,10 @@ class Engine:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], loss: LossSpec, totals: MiniBatchTotals, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Accumulate the gradients of a mini-batch in the parameters' ``main_grad``; returns the loss's sums over the group."""
+        """Put the gradients of a mini-batch into the parameters' ``main_grad``; returns the loss's sums over the group."""
+        # Both: the optimizer makes ``grad`` an alias of ``main_grad``, and a second backward pass would then add it to itself.
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
         def with_loss(
             packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor

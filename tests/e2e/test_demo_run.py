@@ -85,7 +85,7 @@ def test_same_command_resumes_with_the_same_numbers(undisturbed: tuple[Path, str
 def test_other_settings_are_refused_in_the_same_directory(undisturbed: tuple[Path, str], data: Path) -> None:
     done = train(short(data, undisturbed[0], **{"actor.optim.lr": 1e-5}))
     assert done.returncode == 2
-    assert "actor.optim.lr: 0.0003 -> 1e-05" in done.stderr
+    assert "actor.optim.lr: 0.0005 -> 1e-05" in done.stderr
 
 
 def test_finished_run_does_nothing(undisturbed: tuple[Path, str], data: Path) -> None:

@@ -87,7 +87,6 @@ def measure(engine: Engine, rank: Rank, lengths: list[tuple[int, int]]) -> dict[
         logits = engine.run_schedule(
             batches, lambda packed, _batch, full: gathered(full[0].index_select(0, packed.predictors)), forward_only=True
         )
-    engine.model.zero_grad_buffer()
     totals = MiniBatchTotals(tokens=int(responses.lengths.sum()), samples=len(lengths))
     sums = engine.gradients(batches, SupervisedLossSpec(), totals, temperature=TEMPERATURE)
     with CudaMeansCpu():
