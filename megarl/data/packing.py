@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError, DataError, explain
@@ -26,25 +27,48 @@ def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -
         DataError: fewer samples than parts, or a length below 1.
     """
     sizes = _check_lengths(lengths)
-    if not 1 <= parts <= len(sizes):
-        raise DataError(
-            explain(
-                "samples can't be spread", where="balance", got=f"{len(sizes)} samples for {parts} parts", expected="a sample for each part"
-            )
-        )
+    _check_spread(sizes, parts)
     return [sorted(rows) for rows in _longest_first(sizes, parts, equal_counts=equal_counts)]
+
+
+def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int) -> list[list[list[int]]]:
+    """Give each data-parallel replica its micro-batches: equal numbers of them, token totals as equal as that allows.
+
+    All samples are cut first and whole micro-batches dealt afterwards, since a replica whose samples were chosen before can't always
+    be cut into its neighbour's number. The number of all micro-batches is the least multiple of ``replicas`` that keeps the budget.
+    Where samples are too few for such a multiple (three samples of which no two fit together, on two replicas) the numbers of two
+    replicas differ by one: replicas of a dense model meet only when gradients are reduced, so that none waits for the other in between.
+
+    Args:
+        lengths: tokens of each sample, prompt and response, 1 or more.
+        replicas: number of data-parallel replicas.
+        max_tokens: token budget of one micro-batch.
+
+    Returns:
+        For each replica its micro-batches, for each micro-batch its rows, ascending; none is empty, and every row is in one of them.
+
+    Raises:
+        ConfigError: one sample alone exceeds ``max_tokens``.
+        DataError: fewer samples than replicas, or a length below 1.
+    """
+    sizes = _check_lengths(lengths)
+    _check_spread(sizes, replicas)
+    _check_budget(sizes, max_tokens)
+    cut = _fewest_that_fit(sizes, max_tokens)
+    multiple = -(-len(cut) // replicas) * replicas
+    if multiple <= len(sizes):
+        cut = _raise_count(cut, sizes, max_tokens, multiple)
+    totals = [sum(sizes[row] for row in rows) for rows in cut]
+    return [[sorted(cut[i]) for i in dealt] for dealt in balance(totals, replicas, equal_counts=True)]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
     """Cut samples into few micro-batches of at most ``max_tokens`` tokens each, with token totals as equal as possible.
 
-    Ranks that must run equal counts call this once, agree on the largest count, and call it again with that ``min_count``:
-    whatever the first call gave, the second gives exactly ``min_count``.
-
     Args:
         lengths: tokens of each sample, prompt and response, 1 or more.
         max_tokens: token budget of one micro-batch.
-        min_count: least number of micro-batches.
+        min_count: least number of micro-batches; where the budget asks for fewer, exactly this many.
 
     Returns:
         For each micro-batch its rows, ascending; none is empty.
@@ -65,11 +89,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
             )
         )
     _check_budget(sizes, max_tokens)
-    fewest = _fewest_that_fit(sizes, max_tokens)
-    if len(fewest) < min_count:
-        evened = _longest_first(sizes, min_count)
-        fewest = evened if _fits(evened, sizes, max_tokens) else _cut_to_count(fewest, sizes, min_count)
-    return [sorted(rows) for rows in fewest]
+    cut = _raise_count(_fewest_that_fit(sizes, max_tokens), sizes, max_tokens, min_count)
+    return [sorted(rows) for rows in cut]
 
 
 def _check_lengths(lengths: Sequence[int]) -> list[int]:
@@ -78,6 +99,19 @@ def _check_lengths(lengths: Sequence[int]) -> list[int]:
     if bad:
         raise DataError(explain("samples without tokens", where="packing", got=f"rows {bad[:8]}", expected="1 token or more"))
     return sizes
+
+
+def _check_spread(sizes: list[int], parts: int) -> None:
+    if not 1 <= parts <= len(sizes):
+        raise DataError(
+            explain(
+                "samples can't be spread",
+                where="packing",
+                got=f"{len(sizes)} samples for {parts} parts",
+                expected="a sample for each part",
+                do="use fewer data-parallel ranks or more samples per mini-batch",
+            )
+        )
 
 
 def _check_budget(sizes: list[int], max_tokens: int) -> None:
@@ -117,9 +151,9 @@ def _longest_first(sizes: list[int], parts: int, *, equal_counts: bool = False) 
 
 
 def _fewest_that_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """Try the least count that the total allows, then first-fit decreasing's count, both evened out; else first-fit itself."""
+    """Try the least count that the total allows, then best-fit decreasing's count, both evened out; else best-fit itself."""
     least = -(-sum(sizes) // max_tokens)
-    packed = _first_fit_decreasing(sizes, max_tokens)
+    packed = _best_fit_decreasing(sizes, max_tokens)
     for count in sorted({least, len(packed)}):
         evened = _longest_first(sizes, count)
         if _fits(evened, sizes, max_tokens):
@@ -127,17 +161,19 @@ def _fewest_that_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
     return packed
 
 
-def _first_fit_decreasing(sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """At most 11/9 of the fewest possible bins, plus one (Johnson 1973)."""
+def _best_fit_decreasing(sizes: list[int], max_tokens: int) -> list[list[int]]:
+    """Asymptotically at most 11/9 of the fewest possible bins, as first fit (Johnson et al. 1974), but the bin is found by bisection."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for row in _by_length(sizes):
-        place = next((i for i, free in enumerate(room) if free >= sizes[row]), len(bins))
-        if place == len(bins):
+        place = bisect_left(rooms, (sizes[row], -1))
+        if place == len(rooms):
+            room, chosen = max_tokens, len(bins)
             bins.append([])
-            room.append(max_tokens)
-        bins[place].append(row)
-        room[place] -= sizes[row]
+        else:
+            room, chosen = rooms.pop(place)
+        bins[chosen].append(row)
+        insort(rooms, (room - sizes[row], chosen))
     return bins
 
 
@@ -145,11 +181,26 @@ def _fits(bins: list[list[int]], sizes: list[int], max_tokens: int) -> bool:
     return all(sum(sizes[row] for row in rows) <= max_tokens for rows in bins)
 
 
-def _cut_to_count(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Halve the fullest bin that has two samples or more until there are ``count`` bins."""
+def _raise_count(bins: list[list[int]], sizes: list[int], max_tokens: int, count: int) -> list[list[int]]:
+    """``bins``, which keep the budget, or ``count`` bins where those are more. At least ``count`` samples."""
+    if len(bins) >= count:
+        return bins
+    evened = _longest_first(sizes, count)
+    return evened if _fits(evened, sizes, max_tokens) else _halve_fullest(bins, sizes, count)
+
+
+def _halve_fullest(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
+    """Halve the fullest bin that has two samples or more until there are ``count`` bins; no bin grows."""
     bins = list(bins)
+    fullest = [(-sum(sizes[row] for row in rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
+    heapq.heapify(fullest)
     while len(bins) < count:
-        fullest = max((i for i, rows in enumerate(bins) if len(rows) > 1), key=lambda i: sum(sizes[row] for row in bins[i]))
-        rows = bins.pop(fullest)
-        bins += [[rows[i] for i in half] for half in _longest_first([sizes[row] for row in rows], 2)]
+        _, chosen = heapq.heappop(fullest)
+        rows = bins[chosen]
+        first, second = ([rows[i] for i in half] for half in _longest_first([sizes[row] for row in rows], 2))
+        bins[chosen] = first
+        bins.append(second)
+        for place, half in ((chosen, first), (len(bins) - 1, second)):
+            if len(half) > 1:
+                heapq.heappush(fullest, (-sum(sizes[row] for row in half), place))
     return bins

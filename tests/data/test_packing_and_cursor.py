@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.cursor import PromptCursor
-from megarl.data.packing import balance, micro_batches
+from megarl.data.packing import balance, cut_for_replicas, micro_batches
 from megarl.errors import CheckpointError, ConfigError, DataError
 
 quick = settings(max_examples=40, deadline=None)
@@ -70,6 +71,64 @@ def test_a_demanded_count_is_met_exactly(sizes, budget, more):
 def test_micro_batches_are_even():
     assert sorted(totals(micro_batches([60, 50, 40, 30, 20], 110), [60, 50, 40, 30, 20])) == [90, 110]
     assert sorted(totals(micro_batches([60, 40, 30, 30], 120), [60, 40, 30, 30])) == [70, 90]
+
+
+def check_cut(sizes, replicas, budget):
+    """What every cut keeps. Returns the numbers of micro-batches and the token totals of the replicas."""
+    cut = cut_for_replicas(sizes, replicas, budget)
+    assert len(cut) == replicas
+    together = [rows for micro in cut for rows in micro]
+    assert is_partition(together, sizes)
+    assert all(0 < total <= budget for total in totals(together, sizes))
+    counts = [len(micro) for micro in cut]
+    assert min(counts) >= 1
+    if len(sizes) % replicas == 0:
+        assert min(counts) == max(counts)
+    if min(counts) != max(counts):  # only where fewer micro-batches break the budget and more would be empty
+        assert max(counts) - min(counts) == 1
+        assert max(counts) * replicas > len(sizes)
+        assert sum(counts) == len(micro_batches(sizes, budget))
+    return counts, [sum(totals(micro, sizes)) for micro in cut]
+
+
+@quick
+@given(lengths, st.integers(1, 9), st.integers(500, 2000))
+def test_replicas_get_equal_numbers_of_micro_batches(sizes, replicas, budget):
+    if replicas > len(sizes):
+        with pytest.raises(DataError, match="can't be spread"):
+            cut_for_replicas(sizes, replicas, budget)
+        return
+    check_cut(sizes, replicas, budget)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(20))
+def test_long_tails_are_cut_for_any_number_of_replicas(replicas, seed):
+    sizes = np.minimum(np.random.default_rng(seed).lognormal(6.5, 1.2, 4 * replicas).astype(int) + 1, 4096)
+    counts, tokens = check_cut(sizes, replicas, 4096)
+    assert len(set(counts)) == 1
+    assert max(tokens) - min(tokens) <= 4096
+
+
+def test_a_long_sample_beside_short_ones():
+    assert check_cut([4096, 2100, 2100, 100], 2, 4096)[0] == [2, 2]  # the long one's replica takes a short one besides
+    assert check_cut([4096, 2000, 2000], 2, 4096)[0] == [1, 1]
+    assert sorted(check_cut([4096, 2100, 2100], 2, 4096)[0]) == [1, 2]  # three that exclude each other: equal numbers don't exist
+    with pytest.raises(ConfigError, match="sample 1 has 4097 tokens"):
+        cut_for_replicas([1, 4097], 2, 4096)
+
+
+def test_one_replica_gets_what_micro_batches_gives():
+    sizes = np.random.default_rng(1).integers(1, 500, 60)
+    assert sorted(cut_for_replicas(sizes, 1, 1000)[0]) == sorted(micro_batches(sizes, 1000))
+
+
+def test_a_large_batch_is_cut_at_once_and_evenly():
+    sizes = np.minimum(np.random.default_rng(0).lognormal(6.5, 1, 16384).astype(int) + 1, 4096)
+    began = time.process_time()
+    _, tokens = check_cut(sizes, 64, 4096)
+    assert time.process_time() - began < 2  # 0.1 s as a rule; a search that grows with the square of the batch takes several
+    assert max(tokens) / (sum(tokens) / 64) < 1.02
 
 
 def test_packing_refuses_what_can_not_be_packed():
