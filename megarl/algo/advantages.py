@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algo.ragged import check_finite, check_offsets, check_same_shape, sample_of_token
+from megarl.algo.ragged import check_finite, check_offsets, check_same_shape, sample_of_token, sum_per_sample
 from megarl.algo.registry import Registry
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError, DataError, explain
@@ -41,7 +41,19 @@ class Advantages:
 
 AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
-register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
+_NEED_VALUES: set[str] = set()
+
+
+def register_advantage_estimator(name: str, *, needs_values: bool = False) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Decorator: make an estimator known as ``name``. ``needs_values``: a critic is trained for it."""
+    if needs_values:
+        _NEED_VALUES.add(name)
+    return ADVANTAGE_ESTIMATORS.register(name)
+
+
+def needs_values(name: str) -> bool:
+    """True for registered estimators that take a critic's values. Raises ConfigError for an unknown name."""
+    return ADVANTAGE_ESTIMATORS[name] is not None and name in _NEED_VALUES
 
 
 def gae(
@@ -144,7 +156,7 @@ def grpo(scores: Tensor, groups: Tensor, offsets: Tensor, *, norm_by_std: bool, 
     return group_relative(scores, groups, norm_by_std=norm_by_std, eps=eps)[sample_of_token(offsets)].float()
 
 
-@register_advantage_estimator("gae")
+@register_advantage_estimator("gae", needs_values=True)
 def gae_estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """:func:`gae` with ``algorithm.gamma`` and ``algorithm.lam``; bootstraps only under ``algorithm.bootstrap_truncated``."""
     if inputs.values is None:
@@ -164,5 +176,6 @@ def gae_estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantage
 
 @register_advantage_estimator("grpo")
 def grpo_estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """:func:`grpo` with ``algorithm.norm_by_std``."""
-    return Advantages(grpo(inputs.scores, inputs.groups, inputs.offsets, norm_by_std=config.norm_by_std))
+    """:func:`grpo` with ``algorithm.norm_by_std``, on each response's whole reward: its score less the KL penalty, where there is one."""
+    rewards = sum_per_sample(inputs.token_rewards.double(), inputs.offsets)
+    return Advantages(grpo(rewards, inputs.groups, inputs.offsets, norm_by_std=config.norm_by_std))

@@ -84,7 +84,9 @@ class Call:
         try:
             ray.get(ref, timeout=5)
         except RayActorError as error:
-            raise WorkerError(explain(f"{name} died", where=f"phase {self.phase}", got=_first_lines(error))) from error
+            raise WorkerError(
+                explain(f"{name} died", where=f"phase {self.phase}", got=_last_lines(error), do="look at its log in the run directory")
+            ) from error
         except RayTaskError as error:
             if isinstance(error.cause, MegarlError):
                 raise error.cause from None
@@ -135,8 +137,9 @@ def count_bytes(value: Any) -> int:
     return len(value) if isinstance(value, (bytes, str)) else 8
 
 
-def _first_lines(error: BaseException, count: int = 12) -> str:
-    return "\n            ".join(str(error).strip().splitlines()[:count])
+def _last_lines(error: BaseException, count: int = 15) -> str:
+    """The end of what Ray says, where the reason stands (a constructor's traceback begins with megarl's and vLLM's own frames)."""
+    return "\n            ".join(str(error).strip().splitlines()[-count:])
 
 
 def names_of(group: str, count: int) -> tuple[str, ...]:

@@ -101,7 +101,10 @@ class RewardGroup:
         """Score every sample of the batch."""
         pieces = {"responses": tuple(batch.pieces("responses"))}
         ref = self.worker.score.remote(pieces, batch.info.row.tolist(), prompts_path, log_path, log_count)
-        return Pending(start_call("reward", ("reward",), [ref], self.settings.call_deadline_s), lambda r: (r[0][0], r[0][1]["seconds"]))
+        # Every call may take its whole time limit, and that is no hang of the worker.
+        longest = self.settings.config.timeout_s * len(batch) / self.settings.config.workers
+        call = start_call("reward", ("reward",), [ref], self.settings.call_deadline_s + longest)
+        return Pending(call, lambda r: (r[0][0], r[0][1]["seconds"]))
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Worker name -> process id and memory."""

@@ -39,6 +39,7 @@ class GroupSettings:
     call_deadline_s: float
     save_deadline_s: float
     seed: int
+    plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,10 @@ class TrainGroup:
         self.names = names_of(settings.name, self.layout.world_size)
         slots = self.slots(settings)
         placement = reserve(slots, settings.start_deadline_s)
-        self.workers = [
-            spawn(
-                TrainWorker, slots, placement, r, settings.name, r, self.layout, settings.log_dir, settings.call_deadline_s, settings.seed
-            )
-            for r in range(self.layout.world_size)
-        ]
+        # Longer than any deadline of ours, so that the controller names who is silent before the ranks accuse each other.
+        collective_s = 2 * max(settings.call_deadline_s, settings.save_deadline_s)
+        args = (self.layout, settings.log_dir, collective_s, settings.seed, settings.plugins)
+        self.workers = [spawn(TrainWorker, slots, placement, r, settings.name, r, *args) for r in range(self.layout.world_size)]
 
     @staticmethod
     def slots(settings: GroupSettings) -> Slots:
@@ -173,7 +172,7 @@ class TrainGroup:
         return self.map_columns(
             "apply_kl_penalty",
             batch,
-            ("log_probs", "ref_log_probs"),
+            tuple(n for n in ("log_probs", "ref_log_probs") if n in batch.column_names),
             ("token_rewards",),
             lambda rows: (scores[list(rows)], coef, estimator),
             phase="kl penalty",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from megarl.algo.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algo.kl import kl_penalised_rewards
 from megarl.algo.moments import Moments, whiten
 from megarl.cluster.calls import fetch_together
-from megarl.cluster.worker import open_log, process_facts, timed
+from megarl.cluster.worker import import_plugins, open_log, process_facts, timed
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
 from megarl.errors import SyncError, explain
@@ -50,8 +51,9 @@ class RowsRequest:
 class TrainWorker:
     """Holds the engines of the roles that share this layout (actor and reference; critic)."""
 
-    def __init__(self, group: str, rank: int, layout: Layout, log_dir: str, timeout_s: float, seed: int):
+    def __init__(self, group: str, rank: int, layout: Layout, log_dir: str, timeout_s: float, seed: int, plugins: tuple[str, ...]):
         open_log(log_dir, f"{group} rank {rank}")
+        import_plugins(plugins)
         self.group, self.index, self.layout = group, rank, layout
         self.timeout_s, self.seed = timeout_s, seed
         self.engines: dict[str, Engine] = {}
@@ -159,9 +161,10 @@ class TrainWorker:
     def apply_kl_penalty(
         self, request: RowsRequest, scores: np.ndarray, coef: float, estimator: str
     ) -> tuple[dict[str, Ragged], dict[str, Any]]:
-        """Token rewards: the score on the last token minus ``coef`` x KL to the reference on each. ``scores``: [rows]."""
+        """Token rewards: the score on the last token minus ``coef`` x KL to the reference, where there is one. ``scores``: [rows]."""
         columns = request.fetch()
         log_probs = columns["log_probs"]
+        columns.setdefault("ref_log_probs", log_probs)  # without a reference nothing is penalised
         rewards, kl = kl_penalised_rewards(
             torch.from_numpy(scores),
             *_tensors(columns, "log_probs", "ref_log_probs"),
@@ -225,6 +228,7 @@ class TrainWorker:
     def begin_export(self, name: str, directory: str) -> None:
         """On rank 0: lay out the files of a Hugging Face directory, into which every rank then writes its own part."""
         engine = self.engines[name]
+        shutil.rmtree(directory, ignore_errors=True)  # what an interrupted export left
         dtype = next(iter(engine.named_parameters().values())).dtype
         HfExport.create(Path(directory), engine.hf_config, dtype, self.layout, head=engine.role.head)
 
@@ -235,8 +239,13 @@ class TrainWorker:
             HfExport.open(Path(directory)).write(engine.named_parameters(), engine.shards, self.rank.tensor)
 
     def finish_export(self, directory: str, target: str, tokenizer_dir: str) -> None:
-        """On rank 0: add configuration and tokenizer, and give the directory its name."""
+        """On rank 0: add configuration and tokenizer, and give the directory its name; an older export of that name goes."""
+        old = Path(f"{target}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if Path(target).exists():
+            Path(target).rename(old)
         HfExport.open(Path(directory)).finish(Path(target), Path(tokenizer_dir))
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _column(name: str, parts: list[np.ndarray], responses: Ragged) -> Ragged:

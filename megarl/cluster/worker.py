@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from megarl.errors import ConfigError, explain
 
 
 def open_log(log_dir: str, name: str) -> None:
@@ -21,6 +24,17 @@ def open_log(log_dir: str, name: str) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Import the recipe's modules, which register estimators and losses; the directory of the command is searched too."""
+    if modules and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(explain("a plugin can't be imported", where="plugins", got=f"{module}: {error}", do="install it")) from error
 
 
 def process_facts() -> dict[str, float | int]:

@@ -7,28 +7,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.controller.context import Context, sample_requests
-from megarl.errors import DataError, explain
+from megarl.rewards.policy import apply_failure_policy
 
 _EVALUATION = 0x45564131  # its own stream of sample seeds, disjoint from the steps'
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measured mean reward, how many prompts it is over, and its standard error."""
+    """A measured mean reward, over how many prompts, its standard error, and how many reward calls failed and are not in it."""
 
     reward: float
     prompts: int
     standard_error: float
+    failed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.reward:.3f} ± {self.standard_error:.3f} over {self.prompts} held-out prompts"
+        failed = f" ({self.failed} reward calls failed)" if self.failed else ""
+        return f"{self.reward:.3f} ± {self.standard_error:.3f} over {self.prompts} held-out prompts{failed}"
 
 
 def evaluate(run: Context, *, log_name: str | None = None) -> Evaluation:
     """Sample one response to each held-out prompt at the training temperature, with the actor's weights as they are now.
 
-    Every call draws from the same seeds, so that two evaluations differ by the weights alone. A failed reward call is an error here:
-    a mean over the rest would be another number.
+    Every call draws from the same seeds, so that two evaluations differ by the weights alone. Failed reward calls are treated as in
+    training (``reward.on_failure``, ``reward.max_failed_share``), and their number is part of the result.
     """
     config, groups = run.config, run.groups
     groups.rollout.sync_weights(groups.actor, "actor", run.version)
@@ -37,15 +39,6 @@ def evaluate(run: Context, *, log_name: str | None = None) -> Evaluation:
     batch, _ = groups.rollout.generate_sequences(requests, prompt_of, path, run.sampling).result()
     log_path = str(run.paths.root / "rollouts" / f"{log_name}.parquet") if log_name else None
     scores, _ = groups.rewards.score(batch, path, log_path=log_path, log_count=config.run.log_rollouts).result()
-    failed = [i for i, status in enumerate(scores.status) if status != "ok"]
-    if failed:
-        raise DataError(
-            explain(
-                f"{len(failed)} of {len(scores.status)} reward calls failed in an evaluation",
-                where=config.reward.path,
-                got=scores.message[:1],
-                do="mend the reward function",
-            )
-        )
-    count = len(scores.score)
-    return Evaluation(float(scores.score.mean()), count, float(scores.score.std(ddof=1) / np.sqrt(count)))
+    kept = apply_failure_policy(scores, batch.info.group, config.reward.on_failure, config.reward.max_failed_share)
+    reward = kept.score[kept.keep]
+    return Evaluation(float(reward.mean()), len(reward), float(reward.std(ddof=1) / np.sqrt(len(reward))), kept.failed)

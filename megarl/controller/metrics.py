@@ -48,6 +48,8 @@ class StepMetrics:
     def add_kl(self, infos: Infos, coef: float) -> None:
         self.values["actor/reward_kl_penalty"] = _total(infos, "kl_sum") / _total(infos, "tokens")
         self.values["actor/reward_kl_penalty_coeff"] = coef
+
+    def add_rewards(self, infos: Infos) -> None:
         self.values |= _merged("critic/rewards", "rewards", infos)
 
     def add_returns(self, infos: Infos) -> Moments:

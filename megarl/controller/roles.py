@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megarl.algo.advantages import needs_values
 from megarl.cluster.calls import wait_all
 from megarl.cluster.placement import check_capacity
 from megarl.cluster.reward_worker import RewardGroup, RewardSettings
@@ -65,7 +66,7 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
 
 def needs_critic(config: Config) -> bool:
     """True for the estimators that use a value function."""
-    return config.algorithm.advantage_estimator == "gae"
+    return needs_values(config.algorithm.advantage_estimator)
 
 
 def load_actor(groups: Groups, config: Config, model: str, *, lr: float | None = None) -> None:
@@ -77,7 +78,9 @@ def load_actor(groups: Groups, config: Config, model: str, *, lr: float | None =
 def load_roles(groups: Groups, config: Config, model: str) -> None:
     """Load actor, reference and critic of PPO. ``model``: what the actor starts from, and the others unless the recipe names theirs."""
     load_actor(groups, config, model)
-    calls = [groups.actor.load("reference", config.reference or model, Role(head="lm", trainable=False, dtype=config.actor.dtype))]
+    calls = []
+    if config.algorithm.kl.where != "none":
+        calls.append(groups.actor.load("reference", config.reference or model, Role(head="lm", trainable=False, dtype=config.actor.dtype)))
     if groups.critic is not None:
         role = Role(head="value", trainable=True, dtype=config.critic.dtype)
         calls.append(groups.critic.load("critic", config.critic.model or model, role, optimizer_settings(config.critic.optim)))
@@ -105,4 +108,5 @@ def _train_settings(name: str, part: ActorConfig | CriticConfig, config: Config,
         call_deadline_s=cluster.call_deadline_s,
         save_deadline_s=cluster.save_deadline_s,
         seed=config.run.seed,
+        plugins=config.plugins,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 import ray
 
 from megarl.algo.kl import FixedKLController, kl_controller
+from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.store import Checkpoint, CheckpointStore
 from megarl.cluster.calls import wait_all
 from megarl.cluster.placement import start_cluster
+from megarl.cluster.worker import import_plugins
 from megarl.config.schema import Config
 from megarl.controller.context import Context, Groups, RunPaths
 from megarl.controller.evaluate import Evaluation, evaluate
@@ -22,7 +23,7 @@ from megarl.controller.roles import load_roles, start_groups
 from megarl.controller.step import ppo_step
 from megarl.controller.warm_start import warm_start
 from megarl.data.cursor import PromptCursor
-from megarl.errors import EXIT_DONE
+from megarl.errors import EXIT_DONE, CheckpointError, explain
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.progress import Progress
 from megarl.observe.report import write_report
@@ -31,16 +32,43 @@ from megarl.types import SamplingSettings
 
 def train(config: Config) -> int:
     """Run the recipe to its last step, from the newest checkpoint of its run directory if there is one; returns the exit code."""
-    for module in config.plugins:
-        importlib.import_module(module)
+    import_plugins(config.plugins)
     paths = RunPaths(Path(config.run.dir).resolve())
-    prepared = prepare(config, paths)  # everything that can be wrong without a worker is found here
-    store = CheckpointStore(paths.checkpoints, config.run.keep_checkpoints)
-    found = store.newest()
-    if found is not None and found.step >= config.run.total_steps:
-        print(f"nothing to do: {found.path} is step {found.step} of {config.run.total_steps}")
-        return EXIT_DONE
+    prepared = prepare(config, paths)  # what can be wrong without a worker is found here
+    for note in prepared.notes:
+        print(note)
+    with RunLock(paths.root):
+        store = CheckpointStore(paths.checkpoints, config.run.keep_checkpoints)
+        found = newest_checkpoint(store, config)
+        if found is not None and found.step >= config.run.total_steps and _facts(paths).get("finished_step") == found.step:
+            print(f"nothing to do: {found.path} is step {found.step} of {config.run.total_steps}, and everything was written")
+            return EXIT_DONE
+        return _run(config, paths, prepared, store, found)
 
+
+def newest_checkpoint(store: CheckpointStore, config: Config) -> Checkpoint | None:
+    """The checkpoint to go on from. What was passed over is said, and a run all of whose checkpoints are damaged is not begun anew."""
+    found, skipped = store.scan()
+    for problem in skipped:
+        print(f"warning: checkpoint passed over: {problem}")
+    if found is None and skipped:
+        raise CheckpointError(
+            explain(
+                "no whole checkpoint among those of this run", where=str(store.directory), got="; ".join(skipped), do="name another run.dir"
+            )
+        )
+    if found is not None and config.warm_start.enabled and not (store.directory.parent / "warm_start" / "model" / "config.json").is_file():
+        raise CheckpointError(
+            explain(
+                "the warm start's model is missing, and with it the reference of this run",
+                where=str(store.directory.parent),
+                expected="warm_start/model",
+            )
+        )
+    return found
+
+
+def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointStore, found: Checkpoint | None) -> int:
     began = time.monotonic()
     start_cluster(config.cluster.address)
     try:
@@ -51,9 +79,10 @@ def train(config: Config) -> int:
         _record(paths, {"start_s": time.monotonic() - began, "start_by_component_s": facts["start_by_component_s"]})
         run = new_context(config, paths, groups, prepared)
         begin(run, found)
-        first = _evaluate(run, "eval_start") if found is None else None
-        loop(run, store)
-        return finish(run, store, first)
+        if found is None:
+            _evaluate(run, "eval_start")
+        loop(run, store, found)
+        return finish(run, store)
     finally:
         ray.shutdown()
 
@@ -88,34 +117,42 @@ def begin(run: Context, found: Checkpoint | None) -> None:
         print(f"resumed from {found.path}: step {found.step} of {config.run.total_steps} is done")
 
 
-def loop(run: Context, store: CheckpointStore) -> None:
+def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None:
     """PPO steps up to the last, with metrics, evaluations and checkpoints as the recipe asks."""
     config = run.config
     log = MetricsLog(run.paths.root, resume_from=run.step)
+    if found is not None and log.last_step < found.step:  # the run died between its checkpoint and the line of that step
+        metrics = found.state()["metrics"]
+        if _due(config.run.eval_every_steps, found.step) and config.data.val_files and found.step < config.run.total_steps:
+            metrics["val/reward/mean"] = evaluate(run, log_name=f"eval_{found.step}").reward
+        log.write(found.step, metrics)
     progress = Progress(config.run.total_steps, done=run.step)
     with progress:
         for step in range(run.step + 1, config.run.total_steps + 1):
             metrics = ppo_step(run, step)
             run.step = step
             last = step == config.run.total_steps
+            if _due(config.run.save_every_steps, step) or last:
+                metrics["timing_s/save_checkpoint"] = save(run, store, metrics)
             if _due(config.run.eval_every_steps, step) and not last and config.data.val_files:
                 began = time.monotonic()
                 metrics["val/reward/mean"] = evaluate(run, log_name=f"eval_{step}").reward
                 metrics["timing_s/testing"] = time.monotonic() - began
-            if _due(config.run.save_every_steps, step) or last:
-                metrics["timing_s/save_checkpoint"] = save(run, store)
             log.write(step, metrics)
             progress.step(step, metrics)
 
 
-def save(run: Context, store: CheckpointStore) -> float:
-    """Write a checkpoint of the step just done; returns seconds. All calls have deadlines, so that a dead writer is an error."""
+def save(run: Context, store: CheckpointStore, metrics: dict[str, float]) -> float:
+    """Write a checkpoint of the step just done; returns seconds. All calls have deadlines, so that a dead writer is an error.
+
+    The step's metrics go with it: a run that dies before it logs them can still do so.
+    """
     began = time.monotonic()
     groups = run.groups
     roles = {"actor": groups.actor} | ({"critic": groups.critic} if groups.critic is not None else {})
     work = store.begin(run.step, tuple(roles))
     wait_all(*(group.save(role, str(work / role)) for role, group in roles.items()))
-    store.commit(work, run.step, run.state_dict())
+    store.commit(work, run.step, run.state_dict() | {"metrics": metrics})
     return time.monotonic() - began
 
 
@@ -127,7 +164,7 @@ def restore(run: Context, found: Checkpoint) -> None:
     run.load_state_dict(found.state())
 
 
-def finish(run: Context, store: CheckpointStore, first: Evaluation | None) -> int:
+def finish(run: Context, store: CheckpointStore) -> int:
     """Evaluate and export the result, write the report, and say where everything is."""
     config, paths = run.config, run.paths
     last = _evaluate(run, "eval_end")
@@ -137,9 +174,10 @@ def finish(run: Context, store: CheckpointStore, first: Evaluation | None) -> in
     _record(paths, {"memory": memory, "eval_end": vars(last) if last else None})
     report = write_report(paths.root)
     checkpoint = store.require(run.step).path
-    before = json.loads((paths.root / "run.json").read_text()).get("eval_start")
+    before = _facts(paths).get("eval_start")
     reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else "no held-out prompts"
     model = paths.final_model if config.run.export_hf else "not exported"
+    _record(paths, {"finished_step": run.step})
     print(f"done: {run.step} steps; {reward}; checkpoint {checkpoint}; model {model}; report {report}")
     return EXIT_DONE
 
@@ -161,10 +199,14 @@ def _count_processes(groups: Groups) -> int:
     return sum(len(g.workers) if hasattr(g, "workers") else 1 for g in groups.all())
 
 
+def _facts(paths: RunPaths) -> dict[str, Any]:
+    file = paths.root / "run.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
 def _record(paths: RunPaths, facts: dict[str, Any]) -> None:
     """Add facts to run.json, which the report reads."""
     file = paths.root / "run.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
     aside = file.with_suffix(".writing")
-    aside.write_text(json.dumps(known | facts, indent=1))
+    aside.write_text(json.dumps(_facts(paths) | facts, indent=1))
     aside.replace(file)

@@ -75,16 +75,19 @@ def add_log_probs_and_values(run: Context, batch: DataProto, m: metrics.StepMetr
     """Columns log_probs, ref_log_probs and values. The critic works while the actor's group does the other two."""
     actor, critic = run.groups.actor, run.groups.critic
     temperature = run.sampling.temperature
-    calls = [
-        actor.forward("actor", batch, {"log_probs": "log_probs", "entropy": "entropy"}, temperature=temperature, phase="log-probs"),
-        actor.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs"),
-    ]
+    calls = [actor.forward("actor", batch, {"log_probs": "log_probs", "entropy": "entropy"}, temperature=temperature, phase="log-probs")]
+    names = [("old_log_prob", ("log_probs",))]
+    if run.config.algorithm.kl.where != "none":
+        calls.append(
+            actor.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs")
+        )
+        names.append(("ref", ("ref_log_probs",)))
     if critic is not None:
         calls.append(critic.forward("critic", batch, {"values": "values", "last_values": "last_values"}, phase="values"))
-    (with_log_probs, m.seconds["old_log_prob"]), (with_reference, m.seconds["ref"]), *rest = wait_all(*calls)
-    batch = batch.union(with_log_probs.select(("log_probs",))).union(with_reference.select(("ref_log_probs",)))
-    for with_values, m.seconds["values"] in rest:
-        batch = batch.union(with_values.select(("values", "last_values")))
+        names.append(("values", ("values", "last_values")))
+    for (phase, columns), (found, seconds) in zip(names, wait_all(*calls), strict=True):
+        batch = batch.union(found.select(columns))
+        m.seconds[phase] = seconds
     m.add_log_prob_gap(actor.compare_log_probs(batch).result())
     return batch
 
@@ -94,8 +97,10 @@ def add_advantages(run: Context, batch: DataProto, reward: np.ndarray, m: metric
     algorithm, scribe = run.config.algorithm, run.groups.scribe
     began = time.monotonic()
     batch, infos = scribe.apply_kl_penalty(batch, reward, coef=run.kl.value, estimator=algorithm.kl.estimator).result()
-    m.add_kl(infos, run.kl.value)
-    run.kl.update(m.values["actor/reward_kl_penalty"], len(batch))
+    if "ref_log_probs" in batch.column_names:
+        m.add_kl(infos, run.kl.value)
+        run.kl.update(m.values["actor/reward_kl_penalty"], len(batch))
+    m.add_rewards(infos)
 
     batch, infos = scribe.compute_advantage(batch, reward, algorithm).result()
     moments = m.add_returns(infos)
@@ -121,7 +126,8 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
                     ),
                 )
             )
-    if step > config.algorithm.critic_warmup_steps:
+    warm_up = config.algorithm.critic_warmup_steps
+    if step > warm_up:
         actor = config.actor
         policy_loss = PolicyLossSpec(actor)
         for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
@@ -130,15 +136,15 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
                 batch,
                 rows,
                 policy_loss,
-                lr=learning_rate(actor.optim, step),
+                lr=learning_rate(actor.optim, step - warm_up),
                 temperature=run.sampling.temperature,
                 phase="update actor",
             )
             calls.append(("actor", call))
         run.version += 1
     results = wait_all(*(call for _, call in calls))
-    for role, optim in (("critic", config.critic.optim), ("actor", config.actor.optim)):
-        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role], learning_rate(optim, step))
+    for role, lr in (("critic", learning_rate(config.critic.optim, step)), ("actor", learning_rate(config.actor.optim, step - warm_up))):
+        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role], lr)
 
 
 def learning_rate(optim: OptimConfig, step: int) -> float:

@@ -33,8 +33,6 @@ def load_engine(engine: Engine, directory: Path) -> None:
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
-    if engine.optimizer is not None:
-        _fill_fresh_state(engine.optimizer)
     with CudaMeansCpu():
         state = dist_checkpointing.load(_sharded_state(engine, loading=True), str(directory))
         _copy_in_place(unwrap(engine.model), state["model"])
@@ -55,31 +53,19 @@ def _copy_in_place(model: torch.nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(state, strict=True)
 
 
-def _fill_fresh_state(optimizer: Any) -> None:
-    """Give torch's Adam the state that it otherwise makes at its first step; the distributed optimizer can't describe itself without."""
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            continue  # Transformer Engine's Adam fills itself
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load the optimizer, around two faults of megatron-core with torch's Adam.
+    """Load the optimizer, around three faults of megatron-core with torch's Adam.
 
     The distributed optimizer expects a saved ``step`` for each parameter although it saves one for all, so the moments are loaded while
     the steps are set aside. And the one step that was saved is shared as one tensor by all parameters, so that each increment would count
-    for all of them.
+    for all of them. A step of 0 is not saved at all.
     """
     moments = state.pop("param_state", None)
-    optimizer.load_state_dict(state)
     (part,) = optimizer.chained_optimizers
+    inner = state.get("optimizer", state)  # with master weights one level further in
+    if isinstance(part.optimizer, torch.optim.AdamW) and "state" in inner:
+        inner["state"].setdefault("common_step", torch.tensor(0.0))
+    optimizer.load_state_dict(state)
     states = [s for s in part.optimizer.state.values() if torch.is_tensor(s.get("step"))]
     steps = [s.pop("step") for s in states]
     if moments is not None:

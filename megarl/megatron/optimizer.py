@@ -43,7 +43,26 @@ def build_optimizer(model: Any, settings: OptimizerSettings, dtype: str) -> Any:
         use_distributed_optimizer=settings.distributed,
     )
     with CudaMeansCpu():
-        return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    _fill_fresh_state(optimizer)
+    return optimizer
+
+
+def _fill_fresh_state(optimizer: Any) -> None:
+    """Give torch's Adam the state that it otherwise makes at its first step.
+
+    Without it a checkpoint taken before that step (the critic warms up first) lacks the moments, and no later run could load it.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue  # Transformer Engine's Adam fills itself
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                part.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def optimizer_step(optimizer: Any, lr: float, *, finite: bool) -> tuple[float, bool]:

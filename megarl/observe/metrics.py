@@ -30,6 +30,11 @@ class MetricsLog:
         if self.path.exists():
             self._truncate(resume_from)
 
+    @property
+    def last_step(self) -> int:
+        """The last step that has a line; -1 before the first."""
+        return self._last_step
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of ``step``; it is on the disk when this returns.
 

@@ -35,6 +35,7 @@ def short(data: Path, run_dir: Path, **changes: Any) -> list[str]:
         "warm_start.stop_reward_max": 1.0,
         "rollout.prompts_per_step": 32,
         "actor.samples_per_mini_batch": 16,
+        "actor.optim.lr": 3e-4,
         "critic.samples_per_mini_batch": 16,
         "reward.path": ROOT / "tests" / "e2e" / "graded_reward.py",
         "run.dir": run_dir,

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
 
 
 def test_no_token_reaches_the_controller(run: Context) -> None:
-    """Bytes that the controller fetched in a step: scalars of each sample, and no more when tokens are many."""
-    samples = run.samples_per_step
-    step = ppo_step(run, 1)
-    run.step = 1
-    scalars = 200 * samples + 20_000  # lengths, scores, statuses; a few numbers a call
-    assert 0 < step["controller/bytes_received"] < scalars
-    # Also nothing that Ray brought along unasked: columns lie in the object store of a node, not in this process.
+    """What the controller fetches in a step doesn't grow with the tokens, and Ray brings none along unasked."""
+    received = []
+    for step, longest in enumerate((1, 8), start=1):
+        run.sampling = replace(run.sampling, max_response_tokens=longest)
+        metrics = ppo_step(run, step)
+        run.step = step
+        received.append(metrics["controller/bytes_received"])
+        assert metrics["response_length/mean"] <= longest
+    assert metrics["response_length/mean"] > 2, "the second step must have more tokens"
+    assert received[0] == received[1]
+    assert received[0] <= 100 * run.samples_per_step
+    # Columns lie in the object store of a node, not in this process: Ray would inline small ones into the reply.
     batch, _ = run.groups.rollout.generate_sequences(*requests(run), str(run.paths.train_prompts), run.sampling).result()
     batch, _ = run.groups.actor.forward("actor", batch, {"log_probs": "log_probs"}, phase="test").result()
     refs = [piece.handle.ref for name in ("responses", "log_probs") for piece in batch.pieces(name)]
@@ -73,18 +79,18 @@ def test_missing_slots_are_named(run: Context) -> None:
 def test_save_and_dead_writer(run: Context, tmp_path: Path) -> None:
     """A writer killed in the middle ends in an error within the deadline, and the checkpoint before it stays whole."""
     store = CheckpointStore(tmp_path, keep=2)
-    save(run, store)
-    run.step = 2
+    save(run, store, {"x": 1.0})
+    run.step = 3
     victim = run.groups.critic.facts()["critic rank 1"]["pid"]
     os.kill(victim, signal.SIGSTOP)  # hung: the others wait for it inside the save
     began = time.monotonic()
     try:
         with pytest.raises(WorkerError, match=r"no answer within 20 s from (.*)critic rank 1"):
-            save(run, store)
+            save(run, store, {})
     finally:
         os.kill(victim, signal.SIGKILL)
     assert time.monotonic() - began < 60
-    assert store.newest().step == 1
+    assert store.newest().step == 2
 
 
 def test_dead_worker_is_named(run: Context) -> None:

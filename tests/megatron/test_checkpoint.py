@@ -72,3 +72,16 @@ def test_other_layout_agrees_to_rounding(other: Layout, model_dir: Path, tmp_pat
     # The first loss comes from the loaded weights alone; later ones also from Adam, which turns rounding into steps.
     assert abs(later[0] - whole[3]) <= 1e-6 * abs(whole[3])
     np.testing.assert_allclose(later, whole[3:], rtol=1e-4)
+
+
+def saved_untrained(rank: Rank, model_dir: Path, target: Path, distributed: bool) -> list[float]:
+    """A save before the first optimizer step, as while a critic warms up."""
+    engine = make(rank, model_dir, distributed)
+    save_engine(engine, target)
+    return [step(engine, rank, s) for s in range(3, 6)]
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
+def test_a_checkpoint_before_the_first_step_can_be_resumed(distributed: bool, model_dir: Path, tmp_path: Path) -> None:
+    whole = run_ranks(Layout(data=2), saved_untrained, model_dir, tmp_path, distributed)[0]
+    assert run_ranks(Layout(data=2), resumed, model_dir, tmp_path, distributed)[0] == whole
