@@ -29,6 +29,9 @@ REGISTERED: dict[str, tuple[str, ...]] = {
     "actor.policy_loss": ("ppo_clip",),
 }
 
+MAX_KL_CHANGE = 0.2  # largest relative error that the adaptive KL controller follows (arXiv:1909.08593, section 2.2)
+WARM_START_FIRST_MEASUREMENT = 5  # far below its stopping range the warm start measures at every fifth warm_start.eval_every_steps
+
 Range = tuple[Callable[[Any], bool], str]
 _AT_LEAST_0: Range = (lambda x: x >= 0, "0 or more")
 _AT_LEAST_1: Range = (lambda x: x >= 1, "1 or more")
@@ -38,6 +41,7 @@ _CLIP: Range = (lambda x: 0 < x < 1, "between 0 and 1")
 _DECAY: Range = (lambda x: all(0 <= beta < 1 for beta in x), "each from 0 to below 1")
 
 _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data")
+_UNSUPPORTED_SIZES = ("virtual_pipeline", "context", "expert", "expert_tensor")  # only 1 for now
 
 RANGES: dict[str, Range] = {
     "run.seed": _AT_LEAST_0,
@@ -88,7 +92,7 @@ RANGES: dict[str, Range] = {
     "reward.max_failed_share": _SHARE,
     **{f"warm_start.{name}": _AT_LEAST_1 for name in ("samples_per_step", "max_steps", "eval_every_steps")},
     "warm_start.lr": _POSITIVE,
-    "cluster.cpu_share_per_process": _AT_LEAST_0,
+    "cluster.cpu_share_per_process": _POSITIVE,
     **{f"cluster.{name}_deadline_s": _POSITIVE for name in ("start", "call", "save")},
 }
 
@@ -100,6 +104,7 @@ def check_config(config: Config) -> list[str]:
     _check_layout(config.actor.layout, "actor.layout")
     _check_layout(config.critic.layout, "critic.layout")
     _check_algorithm(config)
+    _check_kl(config)
     _check_warm_start(config)
     if config.actor.dtype != config.rollout.dtype:
         raise ConfigError(
@@ -116,9 +121,9 @@ def check_config(config: Config) -> list[str]:
     return [*_batch_lines(config), *_warnings(config)]
 
 
-def value_of(config: Config, key: str) -> Any:
-    """The value at a dotted key of the schema."""
-    return reduce(getattr, key.split("."), config)
+def value_of(section: Any, key: str) -> Any:
+    """The value at a dotted key below ``section``: the whole configuration, or a part of it."""
+    return reduce(getattr, key.split("."), section)
 
 
 def _check_choices(config: Config) -> None:
@@ -149,16 +154,10 @@ def _check_layout(layout: LayoutConfig, where: str) -> None:
                 do="set sequence_parallel to false, or raise tensor",
             )
         )
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        raise ConfigError(
-            explain(
-                "virtual pipeline stages without pipeline",
-                where=where,
-                got=f"virtual_pipeline: {layout.virtual_pipeline}, pipeline: 1",
-                expected="pipeline of 2 or more",
-                do="set virtual_pipeline to 1, or raise pipeline",
-            )
-        )
+    for name in _UNSUPPORTED_SIZES:
+        size = value_of(layout, name)
+        if size != 1:
+            raise ConfigError(explain("a layout that is not supported yet", where=f"{where}.{name}", got=size, expected=1))
 
 
 def _check_algorithm(config: Config) -> None:
@@ -176,6 +175,15 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.advantage_estimator == "grpo" and algorithm.critic_warmup_steps:
         where = "algorithm.critic_warmup_steps"
         raise ConfigError(explain("grpo has no critic to warm up", where=where, got=algorithm.critic_warmup_steps, expected=0))
+    if algorithm.critic_warmup_steps >= config.run.total_steps:
+        raise ConfigError(
+            explain(
+                "the actor would never learn: the critic's warm-up takes the whole run",
+                where="algorithm.critic_warmup_steps",
+                got=algorithm.critic_warmup_steps,
+                expected=f"less than {config.run.total_steps} = run.total_steps",
+            )
+        )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     for role in _trained_roles(config):
         room = value_of(config, role).max_tokens_per_micro_batch
@@ -190,6 +198,34 @@ def _check_algorithm(config: Config) -> None:
             )
 
 
+def _check_kl(config: Config) -> None:
+    """What would leave an adaptive coefficient where it is for ever, or turn it negative (see algo.kl.AdaptiveKLController)."""
+    kl, rollout = config.algorithm.kl, config.rollout
+    if kl.where != "reward" or kl.controller != "adaptive":
+        return
+    if kl.coef == 0:
+        raise ConfigError(
+            explain(
+                "an adaptive KL coefficient of 0 stays 0: it is changed by factors",
+                where="algorithm.kl.coef",
+                got=0,
+                expected="more than 0",
+                do="raise it, set algorithm.kl.controller to fixed, or set algorithm.kl.where to none",
+            )
+        )
+    samples = rollout.prompts_per_step * rollout.responses_per_prompt
+    if MAX_KL_CHANGE * samples >= kl.horizon:
+        raise ConfigError(
+            explain(
+                "one step could turn the KL coefficient to 0 or below",
+                where="algorithm.kl.horizon",
+                got=f"{kl.horizon}; {MAX_KL_CHANGE} x {samples} samples a step / {kl.horizon} = {MAX_KL_CHANGE * samples / kl.horizon:g}",
+                expected=f"more than {MAX_KL_CHANGE} x {samples} = {MAX_KL_CHANGE * samples:g}",
+                do="raise algorithm.kl.horizon, or draw fewer samples a step",
+            )
+        )
+
+
 def _check_warm_start(config: Config) -> None:
     warm = config.warm_start
     if not warm.enabled:
@@ -201,6 +237,16 @@ def _check_warm_start(config: Config) -> None:
     if not warm.stop_reward_min <= warm.stop_reward_max:
         got = f"min {warm.stop_reward_min}, max {warm.stop_reward_max}"
         raise ConfigError(explain("an empty stopping range", where="warm_start", got=got, expected="stop_reward_min <= stop_reward_max"))
+    first = WARM_START_FIRST_MEASUREMENT * warm.eval_every_steps
+    if warm.max_steps < first:
+        raise ConfigError(
+            explain(
+                "the warm start would end before its first measurement",
+                where="warm_start.max_steps",
+                got=warm.max_steps,
+                expected=f"at least {first} = {WARM_START_FIRST_MEASUREMENT} x {warm.eval_every_steps} (warm_start.eval_every_steps)",
+            )
+        )
 
 
 def _trained_roles(config: Config) -> tuple[str, ...]:
@@ -249,6 +295,11 @@ def _warnings(config: Config) -> list[str]:
         lines.append("warning: algorithm.kl.coef has no effect, since algorithm.kl.where is none")
     if config.algorithm.advantage_estimator == "grpo" and config.critic.model:
         lines.append("warning: critic.model has no effect, since grpo has no critic")
+    for key, built_in in REGISTERED.items():
+        got = value_of(config, key)
+        near = nearest(got, built_in)
+        if near and got not in built_in:
+            lines.append(f"warning: {key}: {got} is left to the plugins; the built-in {near} has nearly the same name")
     return lines
 
 

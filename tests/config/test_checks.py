@@ -76,7 +76,10 @@ def test_mini_batches_divide_over_data_parallel_ranks() -> None:
         ("actor.policy_loss=ppo", "ppo_clip"),
         ("rollout.dtype=fp16", "float32 | bfloat16"),
         ("actor.layout.sequence_parallel=true actor.layout.tensor=1", "sequence parallelism without tensor"),
-        ("actor.layout.virtual_pipeline=2", "virtual pipeline"),
+        ("actor.layout.virtual_pipeline=2", "actor.layout.virtual_pipeline"),
+        ("actor.layout.context=2", "actor.layout.context"),
+        ("critic.layout.expert=2", "critic.layout.expert"),
+        ("critic.layout.expert_tensor=2", "critic.layout.expert_tensor"),
         ("actor.layout.tensor=0", "1 or more"),
         ("run.total_steps=0", "1 or more"),
         ("rollout.temperature=0", "more than 0"),
@@ -92,14 +95,40 @@ def test_mini_batches_divide_over_data_parallel_ranks() -> None:
         ("data.val_files=[]", "without held-out data"),
         ("data.val_files=[] warm_start.enabled=false", "run.eval_every_steps"),
         ("warm_start.stop_reward_min=0.5", "empty stopping range"),
+        ("warm_start.eval_every_steps=3 warm_start.max_steps=14", "at least 15 = 5 x 3"),
+        ("cluster.cpu_share_per_process=0", "more than 0"),
+        ("algorithm.critic_warmup_steps=75 run.total_steps=75", "less than 75 = run.total_steps"),
+        ("algorithm.kl.coef=0", "stays 0"),
+        ("algorithm.kl.horizon=25", "0.2 x 128 samples a step / 25 = 1.024"),
     ],
 )
 def test_refusals(override: str, says: str) -> None:
     assert says in refused(*override.split(" "))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "warm_start.eval_every_steps=3 warm_start.max_steps=15",
+        "algorithm.critic_warmup_steps=74 run.total_steps=75",
+        "algorithm.kl.coef=0 algorithm.kl.controller=fixed",
+        "algorithm.kl.coef=0 algorithm.kl.where=none",
+        "algorithm.kl.horizon=26",
+        "algorithm.kl.horizon=25 algorithm.kl.controller=fixed",
+    ],
+)
+def test_what_is_just_inside_passes(override: str) -> None:
+    assert len(check_config(demo(*override.split(" ")))) == 2
+
+
 def test_a_plugin_may_bring_an_estimator() -> None:
-    check_config(demo("algorithm.advantage_estimator=mine", "plugins=[my.module]"))
+    assert len(check_config(demo("algorithm.advantage_estimator=mine", "plugins=[my.module]"))) == 1
+
+
+def test_a_name_near_a_built_in_one_is_pointed_out_beside_plugins() -> None:
+    lines = check_config(demo("algorithm.advantage_estimator=gea", "plugins=[my.module]"))
+    assert [line for line in lines if line.startswith("warning: ")] == [lines[-1]]
+    assert "gea is left to the plugins" in lines[-1] and "the built-in gae" in lines[-1]
 
 
 @pytest.mark.parametrize(
