@@ -14,7 +14,7 @@ from megarl.cluster.calls import Call, Pending, RayHandle, names_of, start_call
 from megarl.cluster.placement import Slots, reserve, spawn
 from megarl.cluster.train_worker import RowsRequest, TrainWorker
 from megarl.config.schema import AlgorithmConfig
-from megarl.data.packing import balance, micro_batches
+from megarl.data.packing import cut_for_replicas
 from megarl.data.proto import DataProto, Piece
 from megarl.errors import DivergedError, explain
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
@@ -274,18 +274,9 @@ class TrainGroup:
         """One request a replica: rows balanced by tokens, cut into equal numbers of micro-batches."""
         rows = list(rows)
         lengths = (batch.info.prompt_length + batch.info.response_length)[rows]
-        limit = self.settings.max_tokens_per_micro_batch
-        parts = balance(lengths, self.layout.data)
-        cuts = [micro_batches(lengths[part], limit) for part in parts]
-        count = max(len(cut) for cut in cuts)
-        cuts = [
-            cut if len(cut) == count else micro_batches(lengths[part], limit, min_count=count)
-            for cut, part in zip(cuts, parts, strict=True)
-        ]
+        cuts = cut_for_replicas(lengths, self.layout.data, self.settings.max_tokens_per_micro_batch)
         pieces = {name: tuple(batch.pieces(name)) for name in columns}
-        return [
-            RowsRequest(pieces, tuple(tuple(rows[part[i]] for i in group) for group in cut)) for cut, part in zip(cuts, parts, strict=True)
-        ]
+        return [RowsRequest(pieces, tuple(tuple(rows[i] for i in group) for group in cut)) for cut in cuts]
 
     def _whole_rows(self, batch: DataProto, columns: tuple[str, ...], parts: int) -> list[RowsRequest]:
         """The batch in ``parts`` runs of rows, for work that no model takes part in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ class StepMetrics:
     def add_advantages(self, infos: Infos) -> None:
         self.values |= _merged("critic/advantages", "advantages", infos)
 
-    def add_update(self, role: str, results: list[UpdateResult], lr: float) -> None:
+    def add_update(self, role: str, results: Sequence[UpdateResult], lr: float) -> None:
         """Means over the optimizer steps of the PPO step."""
         if not results:
             return

@@ -18,14 +18,17 @@ Groups on disjoint processes run side by side; calls to one group run in the ord
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 
-from megarl.cluster.calls import METER, wait_all
-from megarl.config.schema import OptimConfig
+from megarl.cluster.calls import METER, Pending, wait_all
+from megarl.cluster.train_group import TrainGroup, UpdateResult
+from megarl.config.schema import ActorConfig, CriticConfig, OptimConfig
 from megarl.controller import metrics
 from megarl.controller.context import Context, sample_requests
 from megarl.data.proto import DataProto
+from megarl.errors import DataError, explain
 from megarl.megatron.losses import PolicyLossSpec, ValueLossSpec
 from megarl.rewards.policy import apply_failure_policy
 from megarl.types import Scores
@@ -113,38 +116,26 @@ def add_advantages(run: Context, batch: DataProto, reward: np.ndarray, m: metric
 
 def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) -> None:
     """Optimizer steps of critic and actor, side by side where they have their own processes."""
-    config, groups = run.config, run.groups
-    calls = []
+    actor, critic, groups = run.config.actor, run.config.critic, run.groups
+    actor_step = step - run.config.algorithm.critic_warmup_steps  # the actor's own count, for its learning rate
+    calls: list[Pending[UpdateResult]] = []
     if groups.critic is not None:
-        value_loss = ValueLossSpec(clip=config.critic.value_clip)
-        for rows in mini_batches(len(batch), run.samples_per_step, config.critic.samples_per_mini_batch, config.critic.epochs_per_step):
-            calls.append(
-                (
-                    "critic",
-                    groups.critic.train_step(
-                        "critic", batch, rows, value_loss, lr=learning_rate(config.critic.optim, step), phase="update critic"
-                    ),
-                )
-            )
-    warm_up = config.algorithm.critic_warmup_steps
-    if step > warm_up:
-        actor = config.actor
-        policy_loss = PolicyLossSpec(actor)
-        for rows in mini_batches(len(batch), run.samples_per_step, actor.samples_per_mini_batch, actor.epochs_per_step):
-            call = groups.actor.train_step(
-                "actor",
-                batch,
-                rows,
-                policy_loss,
-                lr=learning_rate(actor.optim, step - warm_up),
-                temperature=run.sampling.temperature,
-                phase="update actor",
-            )
-            calls.append(("actor", call))
+        train = partial(groups.critic.train_step, "critic", batch, loss=ValueLossSpec(clip=critic.value_clip), phase="update critic")
+        rate = learning_rate(critic.optim, step)
+        calls += [train(rows, lr=rate) for rows in _rows_of_steps(run, batch, critic, groups.critic)]
+    critic_calls = len(calls)
+    if actor_step > 0:
+        train = partial(groups.actor.train_step, "actor", batch, loss=PolicyLossSpec(actor), phase="update actor")
+        rate, temperature = learning_rate(actor.optim, actor_step), run.sampling.temperature
+        calls += [train(rows, lr=rate, temperature=temperature) for rows in _rows_of_steps(run, batch, actor, groups.actor)]
         run.version += 1
-    results = wait_all(*(call for _, call in calls))
-    for role, lr in (("critic", learning_rate(config.critic.optim, step)), ("actor", learning_rate(config.actor.optim, step - warm_up))):
-        m.add_update(role, [r for (name, _), r in zip(calls, results, strict=True) if name == role], lr)
+    results = wait_all(*calls)
+    m.add_update("critic", results[:critic_calls], learning_rate(critic.optim, step))
+    m.add_update("actor", results[critic_calls:], learning_rate(actor.optim, actor_step))
+
+
+def _rows_of_steps(run: Context, batch: DataProto, part: ActorConfig | CriticConfig, group: TrainGroup) -> list[list[int]]:
+    return mini_batches(len(batch), run.samples_per_step, part.samples_per_mini_batch, part.epochs_per_step, group.layout.data)
 
 
 def learning_rate(optim: OptimConfig, step: int) -> float:
@@ -152,11 +143,14 @@ def learning_rate(optim: OptimConfig, step: int) -> float:
     return optim.lr * min(1.0, step / max(1, optim.lr_warmup_steps))
 
 
-def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int) -> list[list[int]]:
+def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int, replicas: int = 1) -> list[list[int]]:
     """Rows of each optimizer step.
 
     The number of optimizer steps is that of the recipe (samples drawn / samples per mini-batch) whatever was dropped; the kept samples,
-    in order, are dealt to them as evenly as possible.
+    in order, are dealt to them as evenly as possible. Only where that left one with fewer samples than ``replicas`` are there fewer.
+    Raises DataError where all kept samples are too few for one step.
     """
-    count = min(kept, max(1, drawn // samples_per_mini_batch))
+    if kept < replicas:
+        raise DataError(explain("too few samples left for one optimizer step", got=kept, expected=f"at least {replicas}, one a replica"))
+    count = min(kept // replicas, max(1, drawn // samples_per_mini_batch))
     return [part.tolist() for _ in range(epochs) for part in np.array_split(np.arange(kept), count)]

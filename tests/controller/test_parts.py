@@ -10,6 +10,7 @@ from megarl.controller.context import sample_requests
 from megarl.controller.evaluate import Evaluation
 from megarl.controller.step import learning_rate, mini_batches
 from megarl.controller.warm_start import Pace, _pace
+from megarl.errors import DataError
 
 
 @given(kept=st.integers(1, 300), count=st.integers(1, 8), size=st.integers(1, 64), epochs=st.integers(1, 3))
@@ -25,6 +26,12 @@ def test_mini_batches_hold_every_kept_sample_once_an_epoch(kept: int, count: int
 
 def test_dropped_samples_change_no_number_of_optimizer_steps() -> None:
     assert [len(part) for part in mini_batches(kept=97, drawn=128, samples_per_mini_batch=64, epochs=1)] == [49, 48]
+
+
+def test_every_mini_batch_has_a_sample_for_each_replica() -> None:
+    assert [len(part) for part in mini_batches(kept=5, drawn=16, samples_per_mini_batch=4, epochs=1, replicas=2)] == [3, 2]
+    with pytest.raises(DataError, match="too few samples left"):
+        mini_batches(kept=1, drawn=16, samples_per_mini_batch=4, epochs=1, replicas=2)
 
 
 def test_learning_rate_rises_linearly_and_stays() -> None:
