@@ -130,7 +130,7 @@ def _check_budget(sizes: list[int], max_tokens: int) -> None:
 
 def _by_length(sizes: list[int]) -> list[int]:
     """Rows, longest first; equal lengths in the order of their rows."""
-    return sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # reverse keeps the order of equals
 
 
 def _longest_first(sizes: list[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
