@@ -44,7 +44,10 @@ class CheckpointStore:
         return work
 
     def commit(self, work: Path, step: int, state: dict[str, Any]) -> Checkpoint:
-        """Add the controller's state and the manifest, make all of it durable, give it its name; then drop the oldest."""
+        """Add the controller's state and the manifest, make all of it durable, give it its name; then drop the oldest.
+
+        The ``keep`` newest whole checkpoints stay, and this one in any case: after a return to an earlier step there may be newer ones.
+        """
         (work / "controller.json").write_text(json.dumps(state, indent=1))
         files = {str(p.relative_to(work)): p.stat().st_size for p in sorted(work.rglob("*")) if p.is_file()}
         (work / "manifest.json").write_text(json.dumps(files, indent=1))
@@ -54,16 +57,27 @@ class CheckpointStore:
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)
         _fsync(self.directory)
-        self._drop_oldest()
+        self._drop_oldest(committed=step)
         return Checkpoint(step, target)
+
+    def scan(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest whole checkpoint, and for each newer one why it was passed over, as ``step_N: problem; problem``, newest first.
+
+        ``(None, [])``: nothing was ever committed here. ``(None, [...])``: there are checkpoints and none is whole, which is no reason to
+        begin anew.
+        """
+        skipped = []
+        for step in sorted(self._steps(), reverse=True):
+            path = self.directory / f"step_{step}"
+            problems = self.problems(path)
+            if not problems:
+                return Checkpoint(step, path), skipped
+            skipped.append(f"{path.name}: {_shortened(problems)}")
+        return None, skipped
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint; older ones are looked at when it is not whole."""
-        for step in sorted(self._steps(), reverse=True):
-            path = self.directory / f"step_{step}"
-            if not self.problems(path):
-                return Checkpoint(step, path)
-        return None
+        return self.scan()[0]
 
     def problems(self, path: Path) -> list[str]:
         """What keeps a directory from being a whole checkpoint; empty when it is one."""
@@ -72,8 +86,10 @@ class CheckpointStore:
             return ["manifest.json is missing"]
         try:
             files = json.loads(manifest.read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             return [f"manifest.json is damaged: {error}"]
+        if not isinstance(files, dict) or "controller.json" not in files:
+            return ["manifest.json is damaged: it does not list controller.json"]
         found = []
         for name, size in files.items():
             file = path / name
@@ -88,17 +104,27 @@ class CheckpointStore:
         path = self.directory / f"step_{step}"
         if problems := self.problems(path):
             raise CheckpointError(
-                explain("not a whole checkpoint", where=str(path), got="; ".join(problems[:5]), do="resume from another step")
+                explain("not a whole checkpoint", where=str(path), got=_shortened(problems), do="resume from another step")
             )
         return Checkpoint(step, path)
 
     def _steps(self) -> list[int]:
-        names = [p.name.removeprefix("step_") for p in self.directory.glob("step_*")]
+        names = [p.name.removeprefix("step_") for p in self.directory.glob("step_*") if p.is_dir()]
         return [int(n) for n in names if n.isdigit()]
 
-    def _drop_oldest(self) -> None:
-        for step in sorted(self._steps())[: -self.keep or None]:
-            shutil.rmtree(self.directory / f"step_{step}")
+    def _drop_oldest(self, committed: int) -> None:
+        """Damaged ones take no place of a whole one; newer than all whole ones that stay, they are kept for whoever looks into it."""
+        steps = self._steps()
+        whole = [step for step in steps if not self.problems(self.directory / f"step_{step}")]
+        kept = {committed, *sorted(whole, reverse=True)[: self.keep]}
+        for step in steps:
+            if step not in kept and (step in whole or step < min(kept)):
+                shutil.rmtree(self.directory / f"step_{step}")
+
+
+def _shortened(problems: list[str]) -> str:
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(problems[:5]) + more
 
 
 def _fsync(path: Path) -> None:
