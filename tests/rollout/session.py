@@ -2,7 +2,6 @@
 
     python -m tests.rollout.session sync    DIR TENSOR  two syncs, from TP2 x PP2 training shards, into an engine of TENSOR ranks;
                                                         with one rank then generates until it is killed
-    python -m tests.rollout.session restart DIR TENSOR  an engine that takes the place of a killed one: one sync, one generation
     python -m tests.rollout.session fresh   DIR TENSOR  the same generation by an engine that loaded its weights from disk
 
 vLLM can't be started twice in one process, and an engine costs 10 to 40 s: hence one process per engine and many checks in each.
@@ -139,15 +138,6 @@ def run_sync(directory: Path, tensor: int) -> None:
     engine.close()
 
 
-def run_restart(directory: Path, tensor: int) -> None:
-    prompts, requests = prompts_and_requests()
-    training = TrainingSide(directory / "second")
-    engine = start(directory / "first", tensor)
-    engine.sync(plan_into(engine, training), training.manifests(), 7, check=False)
-    tell(bits(engine.generate(requests, prompts, SAMPLING)))
-    engine.close()
-
-
 def run_fresh(directory: Path, tensor: int) -> None:
     """vLLM as its users start it, weights from disk; only layout of arguments and sampling settings are ours."""
     prepare_environment()
@@ -181,4 +171,4 @@ def tell(found: dict) -> None:
 
 
 if __name__ == "__main__":
-    {"sync": run_sync, "restart": run_restart, "fresh": run_fresh}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    {"sync": run_sync, "fresh": run_fresh}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
