@@ -34,10 +34,11 @@ def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -
 def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int) -> list[list[list[int]]]:
     """Give each data-parallel replica its micro-batches: equal numbers of them, token totals as equal as that allows.
 
-    All samples are cut first and whole micro-batches dealt afterwards, since a replica whose samples were chosen before can't always
-    be cut into its neighbour's number. The number of all micro-batches is the least multiple of ``replicas`` that keeps the budget.
-    Where samples are too few for such a multiple (three samples of which no two fit together, on two replicas) the numbers of two
-    replicas differ by one: replicas of a dense model meet only when gradients are reduced, so that none waits for the other in between.
+    Two ways are tried. Spreading samples over replicas and cutting each replica's by itself has the more even totals, but a replica of
+    few long samples can't always be cut into its neighbour's number. Cutting all samples into a multiple of ``replicas`` and dealing
+    whole micro-batches has the fewest of them, and goes wrong only where samples are too few for such a multiple (three samples of
+    which no two fit together, on two replicas). There the numbers of two replicas differ by one: replicas of a dense model meet only
+    when gradients are reduced, so that none waits for the other in between.
 
     Args:
         lengths: tokens of each sample, prompt and response, 1 or more.
@@ -54,12 +55,16 @@ def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int) -> 
     sizes = _check_lengths(lengths)
     _check_spread(sizes, replicas)
     _check_budget(sizes, max_tokens)
-    cut = _fewest_that_fit(sizes, max_tokens)
-    multiple = -(-len(cut) // replicas) * replicas
-    if multiple <= len(sizes):
-        cut = _raise_count(cut, sizes, max_tokens, multiple)
-    totals = [sum(sizes[row] for row in rows) for rows in cut]
-    return [[sorted(cut[i]) for i in dealt] for dealt in balance(totals, replicas, equal_counts=True)]
+
+    def cost(replica_cuts: list[list[list[int]]]) -> tuple[bool, int, int]:  # unequal, micro-batches and tokens of the busiest
+        counts = [len(cut) for cut in replica_cuts]
+        return min(counts) < max(counts), max(counts), max(sum(sizes[row] for rows in cut for row in rows) for cut in replica_cuts)
+
+    spread = _spread_then_cut(sizes, replicas, max_tokens)
+    if spread is not None and len(spread[0]) == -(-sum(sizes) // (replicas * max_tokens)):
+        return spread  # as few as the total allows
+    dealt = _cut_then_deal(sizes, replicas, max_tokens)
+    return dealt if spread is None else min(spread, dealt, key=cost)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
@@ -126,6 +131,26 @@ def _check_budget(sizes: list[int], max_tokens: int) -> None:
                 do="raise max_tokens_per_micro_batch, or shorten prompts or responses",
             )
         )
+
+
+def _spread_then_cut(sizes: list[int], replicas: int, max_tokens: int) -> list[list[list[int]]] | None:
+    """None where a replica has fewer samples than another needs micro-batches."""
+    parts = balance(sizes, replicas)
+    cuts = [micro_batches([sizes[row] for row in part], max_tokens) for part in parts]
+    count = max(len(cut) for cut in cuts)
+    if count > min(len(part) for part in parts):
+        return None
+    raised = [_raise_count(cut, [sizes[row] for row in part], max_tokens, count) for cut, part in zip(cuts, parts, strict=True)]
+    return [[sorted(part[i] for i in rows) for rows in cut] for cut, part in zip(raised, parts, strict=True)]
+
+
+def _cut_then_deal(sizes: list[int], replicas: int, max_tokens: int) -> list[list[list[int]]]:
+    cut = _fewest_that_fit(sizes, max_tokens)
+    multiple = -(-len(cut) // replicas) * replicas
+    if multiple <= len(sizes):
+        cut = _raise_count(cut, sizes, max_tokens, multiple)
+    totals = [sum(sizes[row] for row in rows) for rows in cut]
+    return [[sorted(cut[i]) for i in dealt] for dealt in balance(totals, replicas, equal_counts=True)]
 
 
 def _by_length(sizes: list[int]) -> list[int]:

@@ -118,6 +118,16 @@ def test_a_long_sample_beside_short_ones():
         cut_for_replicas([1, 4097], 2, 4096)
 
 
+def test_a_mini_batch_of_uneven_samples_is_spread_evenly():
+    rng = np.random.default_rng(0)
+    unevenness = []
+    for _ in range(50):
+        sizes = np.minimum(rng.lognormal(6.5, 1.2, 32).astype(int) + 1, 4096)
+        _, tokens = check_cut(sizes, 4, 4096)
+        unevenness.append(max(tokens) / (sum(tokens) / 4))
+    assert np.mean(unevenness) < 1.02  # dealing whole micro-batches alone gives 1.04
+
+
 def test_one_replica_gets_what_micro_batches_gives():
     sizes = np.random.default_rng(1).integers(1, 500, 60)
     assert sorted(cut_for_replicas(sizes, 1, 1000)[0]) == sorted(micro_batches(sizes, 1000))
