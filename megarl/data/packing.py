@@ -164,14 +164,15 @@ def _longest_first(sizes: list[int], parts: int, *, equal_counts: bool = False) 
     chosen: list[list[int]] = [[] for _ in range(parts)]
     totals = [(0, part) for part in range(parts)]
     for row in _by_length(sizes):
-        total, part = heapq.heappop(totals)
-        while equal_counts and len(chosen[part]) == share and extra == 0:
-            total, part = heapq.heappop(totals)  # that part is full: it stays off the heap
+        while equal_counts and extra == 0 and len(chosen[totals[0][1]]) == share:
+            heapq.heappop(totals)  # that part is full
+        total, part = totals[0]
         chosen[part].append(row)
-        full = equal_counts and len(chosen[part]) > share
-        extra -= full
-        if not full:
-            heapq.heappush(totals, (total + sizes[row], part))
+        if equal_counts and len(chosen[part]) > share:
+            extra -= 1
+            heapq.heappop(totals)
+        else:
+            heapq.heapreplace(totals, (total + sizes[row], part))
     return chosen
 
 
