@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megarl.config.checks import check_config
 from megarl.config.load import load_config
+from megarl.config.model_sizes import check_model_sizes, model_directories
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, ModelError, explain
 
@@ -23,9 +25,9 @@ def validate(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     """
     config = load_config(recipe, overrides)
     lines = check_config(config)
-    for key, directory in (("model", config.model), ("reference", config.reference), ("critic.model", config.critic.model)):
-        if directory is not None:
-            lines.append(f"{key}: {directory}: {model_type(directory, key)}")
+    hf_configs = {key: model_config(directory, key) for key, directory in model_directories(config).items()}
+    check_model_sizes(config, hf_configs)
+    lines += [f"{key}: {directory}: {hf_configs[key]['model_type']}" for key, directory in model_directories(config).items()]
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
@@ -37,20 +39,25 @@ def validate(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     return [*lines, f"{recipe}: sound"]
 
 
-def model_type(directory: str, key: str) -> str:
-    """``model_type`` of a Hugging Face directory that has weights and a tokenizer. Raises ModelError for any other."""
+def model_config(directory: str, key: str) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face directory that has weights, and for the actor a tokenizer. Raises ModelError for any other."""
     root = Path(directory)
     present = sorted(path.name for path in root.iterdir()) if root.is_dir() else "no directory"
-    wanted = {"config.json": ["config.json"], "weights": ["*.safetensors"], "a tokenizer": ["tokenizer.json", "tokenizer_config.json"]}
-    for what, patterns in wanted.items():
-        if not any(path for pattern in patterns for path in root.glob(pattern)):
-            expected = f"{what}: {' or '.join(patterns)}"
+    wanted = {"config.json": "config.json", "weights": "*.safetensors"}
+    if key == "model":  # all roles read the tokens of the actor's tokenizer
+        wanted["a tokenizer"] = "tokenizer_config.json"
+    for what, pattern in wanted.items():
+        if not any(root.glob(pattern)):
+            expected = f"{what}: {pattern}"
             raise ModelError(explain("no Hugging Face model directory", where=f"{key}: {directory}", got=present, expected=expected))
     try:
-        return str(json.loads((root / "config.json").read_text(encoding="utf-8"))["model_type"])
-    except (json.JSONDecodeError, KeyError) as error:
-        where, got = f"{key}: {directory}/config.json", repr(error)
-        raise ModelError(explain("a model configuration that names no model", where=where, got=got, expected="model_type")) from error
+        found = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(explain("config.json is no JSON", where=f"{key}: {directory}/config.json", got=error)) from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        where = f"{key}: {directory}/config.json"
+        raise ModelError(explain("a model configuration that names no model", where=where, got=str(found)[:80], expected="model_type"))
+    return found
 
 
 def check_reward_source(path: str, name: str) -> None:

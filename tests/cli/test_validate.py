@@ -1,6 +1,7 @@
 """``megarl validate`` finds what is wrong with files, runs no user code, and starts nothing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ ROW = {
     "prompt": [{"role": "user", "content": "question"}],
     "reward_model": {"style": "rule", "ground_truth": "answer"},
 }
+MODEL = {"model_type": "qwen2", "vocab_size": 33, "max_position_embeddings": 16}
 RECIPE = """\
 model: model
 run: {dir: runs/x, total_steps: 1}
@@ -29,8 +31,8 @@ reward: {path: reward.py}
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    Path("model/tokenizer.json").write_text("{}")
+    Path("model/config.json").write_text(json.dumps(MODEL))
+    Path("model/tokenizer_config.json").write_text("{}")
     Path("model/model.safetensors").write_bytes(b"")
     pq.write_table(pa.Table.from_pylist([ROW] * 5), "train.parquet")
     Path("reward.py").write_text("open('touched', 'w')\ndef compute_score(**kwargs):\n    return 1.0\n")
@@ -52,8 +54,11 @@ def test_a_sound_recipe_says_what_was_found(workplace: Path, capsys: pytest.Capt
     [
         (lambda: Path("model/config.json").unlink(), 2, "config.json"),
         (lambda: Path("model/config.json").write_text("{}"), 2, "names no model"),
+        (lambda: Path("model/config.json").write_text("{"), 2, "no JSON"),
+        (lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"vocab_size": None})), 2, "no vocab_size"),
+        (lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 15})), 2, "at least 16 ="),
         (lambda: Path("model/model.safetensors").unlink(), 2, "weights"),
-        (lambda: Path("model/tokenizer.json").unlink(), 2, "a tokenizer"),
+        (lambda: Path("model/tokenizer_config.json").unlink(), 2, "a tokenizer"),
         (lambda: Path("train.parquet").unlink(), 2, "train.parquet"),
         (lambda: Path("train.parquet").write_text("text"), 3, "not a parquet file"),
         (lambda: pq.write_table(pa.table({"question": ["q"]}), "train.parquet"), 3, "missing columns"),
@@ -80,3 +85,19 @@ def test_a_reward_function_may_be_imported_or_assigned() -> None:
 def test_critic_and_reference_directories_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "recipe.yaml", "critic.model=gone"]) == 2
     assert "critic.model: gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["critic.model", "reference"])
+def test_all_roles_share_one_vocabulary(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("model", "other")
+    assert main(["validate", "recipe.yaml", f"{key}=other"]) == 0
+    Path("other/config.json").write_text(json.dumps(MODEL | {"vocab_size": 34}))
+    assert main(["validate", "recipe.yaml", f"{key}=other"]) == 2
+    assert f"(in {key}: vocab_size)" in capsys.readouterr().err
+
+
+def test_only_the_actors_directory_needs_a_tokenizer() -> None:
+    shutil.copytree("model", "other")
+    Path("other/tokenizer_config.json").unlink()
+    assert main(["validate", "recipe.yaml", "critic.model=other", "reference=other"]) == 0
+    assert main(["validate", "recipe.yaml", "model=other"]) == 2
