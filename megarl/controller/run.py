@@ -20,6 +20,7 @@ from megarl.controller.context import Context, Groups, RunPaths
 from megarl.controller.evaluate import Evaluation, evaluate
 from megarl.controller.prepare import Prepared, prepare
 from megarl.controller.roles import load_roles, start_groups
+from megarl.controller.run_directory import check_run_directory, read_facts
 from megarl.controller.step import ppo_step
 from megarl.controller.warm_start import warm_start
 from megarl.data.cursor import PromptCursor
@@ -34,13 +35,14 @@ def train(config: Config) -> int:
     """Run the recipe to its last step, from the newest checkpoint of its run directory if there is one; returns the exit code."""
     import_plugins(config.plugins)
     paths = RunPaths(Path(config.run.dir).resolve())
-    prepared = prepare(config, paths)  # what can be wrong without a worker is found here
-    for note in prepared.notes:
-        print(note)
+    check_run_directory(config, paths)  # before the lock puts a file into it
     with RunLock(paths.root):
+        prepared = prepare(config, paths)  # what can be wrong without a worker is found here
+        for note in prepared.notes:
+            print(note)
         store = CheckpointStore(paths.checkpoints, config.run.keep_checkpoints)
         found = newest_checkpoint(store, config)
-        if found is not None and found.step >= config.run.total_steps and _facts(paths).get("finished_step") == found.step:
+        if found is not None and found.step >= config.run.total_steps and read_facts(paths).get("finished_step") == found.step:
             print(f"nothing to do: {found.path} is step {found.step} of {config.run.total_steps}, and everything was written")
             return EXIT_DONE
         return _run(config, paths, prepared, store, found)
@@ -174,7 +176,7 @@ def finish(run: Context, store: CheckpointStore) -> int:
     _record(paths, {"memory": memory, "eval_end": vars(last) if last else None})
     report = write_report(paths.root)
     checkpoint = store.require(run.step).path
-    before = _facts(paths).get("eval_start")
+    before = read_facts(paths).get("eval_start")
     reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else "no held-out prompts"
     model = paths.final_model if config.run.export_hf else "not exported"
     _record(paths, {"finished_step": run.step})
@@ -199,14 +201,9 @@ def _count_processes(groups: Groups) -> int:
     return sum(len(g.workers) if hasattr(g, "workers") else 1 for g in groups.all())
 
 
-def _facts(paths: RunPaths) -> dict[str, Any]:
-    file = paths.root / "run.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
 def _record(paths: RunPaths, facts: dict[str, Any]) -> None:
     """Add facts to run.json, which the report reads."""
     file = paths.root / "run.json"
     aside = file.with_suffix(".writing")
-    aside.write_text(json.dumps(_facts(paths) | facts, indent=1))
+    aside.write_text(json.dumps(read_facts(paths) | facts, indent=1))
     aside.replace(file)

@@ -31,7 +31,7 @@ from megarl.controller.context import RunPaths
 from megarl.device import fingerprint
 from megarl.errors import ConfigError, explain
 
-RECIPE, FACTS, PREPARING = "config.yaml", "run.json", "preparing"
+RECIPE, FACTS, PREPARING, LOCK = "config.yaml", "run.json", "preparing", "lock"
 
 # What may differ between a run and its resume; every other key decides the numbers.
 FREE_KEYS = (
@@ -66,7 +66,7 @@ def check_run_directory(config: Config, paths: RunPaths) -> None:
     entries = sorted(path.name for path in paths.root.iterdir()) if paths.root.is_dir() else []
     recipe = paths.root / RECIPE
     if not recipe.is_file():
-        if set(entries) - {PREPARING}:
+        if set(entries) - {PREPARING, LOCK}:
             raise ConfigError(
                 explain(
                     "the run directory holds something that is no run of megarl",
