@@ -157,7 +157,7 @@ def _divides(key: str, size: int, parts: int) -> None:
                 f"`{key}` can't be split evenly",
                 got=f"{key} = {size}, to be split into {parts}",
                 expected=f"a multiple of {parts}",
-                do="use fewer tensor-parallel ranks",
+                do="use a number of pipeline stages that divides it" if key == "num_hidden_layers" else "use fewer tensor-parallel ranks",
             )
         )
 
