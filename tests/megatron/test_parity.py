@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {tied: tiny_qwen2(tmp_path_factory.mktemp("model"), tied=tied) for tied in (True, False)}
 
 
-def reference(model_dir: Path, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+@cache
+def reference(model_dir: Path, lengths: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     """Hugging Face, one sequence at a time: logits and log-probs at the responses, and gradients of the mean negative log-prob."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
     prompts, responses = sequences(lengths)
@@ -117,7 +119,7 @@ def assert_close(got: np.ndarray, expected: np.ndarray, what: str, relative: flo
 def test_equals_hugging_face(model_dirs: dict[bool, Path], tied: bool, layout: str) -> None:
     cut = LAYOUTS[layout]
     lists = {name: lengths if len(lengths) >= cut.data else lengths * cut.data for name, lengths in HOSTILE_LENGTHS.items()}
-    expected = {name: reference(model_dirs[tied], lengths) for name, lengths in lists.items()}
+    expected = {name: reference(model_dirs[tied], tuple(lengths)) for name, lengths in lists.items()}
     for result in run_ranks(cut, work, model_dirs[tied], lists):
         for name, lengths in lists.items():
             compare(result[name], expected[name], lengths, result["shards"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def targets() -> tuple[Ragged, Ragged]:
     return Ragged(made[0], responses.offsets), Ragged(made[1], responses.offsets)
 
 
+@cache
 def reference(model_dir: Path) -> dict[str, Any]:
     model = AutoModel.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
     head = HEAD.clone().requires_grad_()
