@@ -25,7 +25,6 @@ from tests.megatron.ranks import run_ranks
 LENGTHS = HOSTILE_LENGTHS["one long"]
 LAYOUTS = {
     "one rank": Layout(),
-    "tp2": Layout(tensor=2),
     "pp2": Layout(pipeline=2),
     "dp2": Layout(data=2),
     "tp2 pp2 sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
