@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 
 
 # Tied and untied embeddings differ at the ends of the pipeline; the other layouts need not be run twice.
-CASES = [(tied, name) for tied in (True, False) for name in LAYOUTS if tied or name in ("pp2", "tp2 pp2 sp")]
+CASES = [(tied, name) for tied in (True, False) for name in LAYOUTS if tied or name == "tp2 pp2 sp"]
 
 
 @pytest.fixture(scope="module")
