@@ -11,7 +11,7 @@ from megarl.types import LocalHandle, Ragged
 
 from .batches import CountingHandle, batches, contents, expected, info_of
 
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=18, deadline=None)
 
 
 def lists_of_rows(batch):
