@@ -49,7 +49,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu"
+	MEGARL_TEST_FAST=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,8 +5,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests import examples
+
 # No deadline: the first call pays for torch's start, and the machine may be busy.
-quick = settings(max_examples=18, deadline=None)
+quick = settings(max_examples=examples(25), deadline=None)
 
 usual = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 many_ones_one_huge = st.tuples(st.integers(1, 40), st.integers(100, 700), st.integers(0, 40)).map(

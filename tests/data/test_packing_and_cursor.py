@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from megarl.data.cursor import PromptCursor
 from megarl.data.packing import balance, cut_for_replicas, micro_batches
 from megarl.errors import CheckpointError, ConfigError, DataError
+from tests import examples
 
-quick = settings(max_examples=24, deadline=None)
+quick = settings(max_examples=examples(40), deadline=None)
 usual, hostile = st.integers(1, 500), st.sampled_from([1, 300, 301, 499, 500])
 lengths = st.lists(usual, min_size=1, max_size=80) | st.lists(hostile, min_size=1, max_size=80)
 

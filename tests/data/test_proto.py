@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from megarl.data.proto import DataProto, Piece, gather_rows
 from megarl.errors import DataError
 from megarl.types import LocalHandle, Ragged
+from tests import examples
 
 from .batches import CountingHandle, batches, contents, expected, info_of
 
-quick = settings(max_examples=18, deadline=None)
+quick = settings(max_examples=examples(25), deadline=None)
 
 
 def lists_of_rows(batch):

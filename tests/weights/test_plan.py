@@ -15,6 +15,7 @@ from megarl.types import Layout
 from megarl.weights.families import model_family
 from megarl.weights.plan import GenerationRank, RankShard, ReshardPlan, plan_reshard
 from megarl.weights.regions import Copy, Region, as_slices, volume
+from tests import examples
 from tests.weights import reference
 
 
@@ -62,7 +63,7 @@ def carry_out(plan: ReshardPlan, rank: int, held: list[dict[str, torch.Tensor]],
         assert torch.equal(writes[name], (value != 0).to(value.dtype)), name
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     tp=st.sampled_from([1, 2, 4]),
     pp=st.sampled_from([1, 2]),

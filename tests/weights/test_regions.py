@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.weights.regions import Copy, Region, as_slices, box_shape, cut_target, intersect, join, merge, overlap, volume, whole
+from tests import examples
 
 SHAPE = (5, 4, 3)
 
@@ -35,7 +36,7 @@ def test_intersection_is_the_common_elements(a: tuple, b: tuple) -> None:
 
 
 @given(boxes(), boxes())
-@settings(max_examples=40)
+@settings(max_examples=examples(60))
 def test_cutting_then_joining_moves_the_right_elements(a: tuple, b: tuple) -> None:
     space = torch.arange(60).view(SHAPE)
     full = [Copy(Region("s", whole(SHAPE)), Region("", whole(SHAPE)))]
