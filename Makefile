@@ -1,16 +1,22 @@
 # make demo       prepare the demo's data and model, and train it (recipes/demo-cpu.yaml)
 # make test       all tests; make test-fast leaves out those that start Ray or vLLM
+# make test-gpu   the tests that need a GPU, in the environment of PYTHON (README.md says what it must hold)
 # make lint       style and import directions
-# make clean      remove the environment and what the demo made; runs/ stays
+# make clean      remove the environments and what the demo made; runs/ stays
 #
-# The first call makes .venv from requirements/cpu.lock; later calls find it there until the lock changes.
+# The first call makes .venv from requirements/cpu.lock; later calls find it there until the lock changes. That is Python 3.11's;
+# with PYTHON=python3.12 it is .venv-3.12, so that environments of several Pythons stand side by side.
 
 PYTHON ?= python3
-VENV := .venv
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(PYTHON_VERSION),)
+$(error PYTHON=$(PYTHON) does not run; name a Python of 3.11 or later, as in: make demo PYTHON=python3.12)
+endif
+VENV := .venv$(addprefix -,$(filter-out 3.11,$(PYTHON_VERSION)))
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
-# Named by what the environment is made from: a changed lock is another file, a touched one is not.
-STAMP := .stamps/env-$(shell sha256sum $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
+# Named by what the environment is made from: a changed lock is another file, a touched one is not. In it, so that it goes with it.
+STAMP := $(VENV)/.made-from-$(shell sha256sum $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
 TORCH := $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,9 +29,11 @@ export ONEDNN_MAX_CPU_ISA := AVX2
 export MKL_CBWR := AVX2
 # Nothing here needs the network once the environment is made.
 export HF_HUB_OFFLINE := 1
+# These packages compute on the CPU, also where there is a GPU.
+$(STAMP) demo test test-fast lint: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-fast lint clean
+.PHONY: help env demo test test-fast test-gpu lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,13 +41,16 @@ help:
 env: $(STAMP)
 
 # PyTorch's index is asked only for torch, and only when the usual indexes lack the CPU build: where that host can't be
-# reached, an extra index for all packages would cost a timeout for each of them.
+# reached, an extra index for all packages would cost a timeout for each of them. Last comes the build for CUDA, with the
+# libraries that it needs to be imported; where no GPU is found it computes on the CPU as the other does.
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-deps '$(TORCH)' || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(PIP) install --quiet --no-deps -r $(LOCK)
+	$(PIP) install --quiet --no-deps '$(TORCH)' \
+	    || $(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) '$(TORCH)' \
+	    || $(PIP) install --quiet '$(TORCH:+cpu=)'
+	grep -v '^torch==' $(LOCK) | $(PIP) install --quiet --no-deps -r /dev/stdin
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
-	@mkdir -p .stamps && rm -f .stamps/env-* && touch $@
+	@rm -f $(VENV)/.made-from-* && touch $@
 
 demo: $(STAMP)
 	$(BIN)/python recipes/demo/prepare.py
@@ -51,10 +62,13 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	MEGARL_TEST_FAST=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu"
 
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .stamps build .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
-	find megarl tests recipes tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-* build .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find $(wildcard megarl tests recipes tools) -name __pycache__ -type d -prune -exec rm -rf {} +

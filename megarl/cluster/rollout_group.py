@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from megarl.cluster.calls import Pending, RayHandle, names_of, start_call
 from megarl.cluster.placement import Slots, reserve, spawn
@@ -32,6 +34,7 @@ class RolloutSettings:
     start_deadline_s: float
     call_deadline_s: float
     seed: int
+    shares_devices: bool = False  # with training groups: between generations the engines sleep
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,19 @@ class SyncResult:
     bytes: int
     seconds: float
     checked: bool
+    stages: dict[str, float]  # stage -> seconds of the slowest engine
 
 
 class RolloutGroup:
     """vLLM engines that draw responses with the actor's weights."""
 
-    def __init__(self, settings: RolloutSettings):
+    def __init__(self, settings: RolloutSettings, placement: PlacementGroup | None = None):
+        """Start the engines, in ``placement`` or in slots of their own."""
         self.settings = settings
         self.names = names_of("rollout", settings.config.engines)
         slots = self.slots(settings)
-        placement = reserve(slots, settings.start_deadline_s)
-        args = (settings.model_dir, settings.config, settings.max_prompt_tokens, settings.seed, settings.log_dir)
+        placement = placement or reserve(slots, settings.start_deadline_s)
+        args = (settings.model_dir, settings.config, settings.max_prompt_tokens, settings.seed, settings.log_dir, settings.shares_devices)
         self.workers = [spawn(RolloutWorker, slots, placement, i, i, *args) for i in range(settings.config.engines)]
         self.version = -1  # of the weights that the engines hold; -1: none yet
         self.syncs = 0
@@ -64,35 +69,44 @@ class RolloutGroup:
         parallel = settings.config.tensor_parallel
         return Slots("rollout", settings.config.engines, settings.cpus_per_process * parallel, settings.gpus_per_process * parallel)
 
-    def start(self) -> Pending[list[tuple[Any, dict[str, Any]]]]:
+    def start(self) -> Pending[list[tuple[list[GenerationRank], dict[str, Any]]]]:
         """Wait until the engines are up; the result is, for each, what its ranks hold and the facts of its start."""
         return Pending(start_call("start", self.names, [w.layout.remote() for w in self.workers], self.settings.start_deadline_s), list)
 
-    def connect(self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[Any], bytes_per_element: int) -> list[ReshardPlan]:
+    def connect(
+        self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[list[GenerationRank]], bytes_per_element: int
+    ) -> list[ReshardPlan]:
         """Plan the way of the weights from the actor's ranks into each engine, once for the whole run.
 
-        ``layouts[e][r]``: what rank r of engine e copies out of Hugging Face tensors. ``bytes_per_element``: of the actor's parameters.
+        ``layouts[e]``: the ranks of engine e. ``bytes_per_element``: of the actor's parameters.
         """
         shards = actor.rank_shards(hf_config)
-        plans = [
-            plan_reshard(shards, [GenerationRank(r, 0, copies) for r, copies in enumerate(ranks)], bytes_per_element=bytes_per_element)
-            for ranks in layouts
-        ]
+        plans = [plan_reshard(shards, ranks, bytes_per_element=bytes_per_element) for ranks in layouts]
         self._plans = [ray.put(plan) for plan in plans]
         return plans
+
+    def sleep(self) -> float:
+        """Let engines that share devices give the memory back; they hold no weights until the next sync. Returns seconds."""
+        if not self.settings.shares_devices or self.version < 0:
+            return 0.0
+        self.version = -1
+        return max(start_call("sleep", self.names, [w.sleep.remote() for w in self.workers], self.settings.call_deadline_s).wait())
 
     def sync_weights(self, actor: TrainGroup, name: str, version: int) -> SyncResult | None:
         """Bring the engines to ``version`` of role ``name``; None when they hold it already."""
         if version == self.version:
             return None
         assert self._plans is not None, "connect() comes first"
+        began = time.monotonic()
         every = self.settings.config.check_sync_every
         check = self.syncs == 0 or (every > 0 and self.syncs % every == 0)
         manifests = actor.manifests(name)
         refs = [w.sync.remote(plan, manifests, version, check) for w, plan in zip(self.workers, self._plans, strict=True)]
         reports = start_call("sync weights", self.names, refs, self.settings.call_deadline_s).wait()
         self.version, self.syncs = version, self.syncs + 1
-        return SyncResult(version, sum(r.bytes for r in reports), max(r.seconds for r in reports), check)
+        stages = {stage: max(r.stages[stage] for r in reports) for stage in reports[0].stages}
+        seconds = time.monotonic() - began
+        return SyncResult(version, sum(r.bytes for r in reports), seconds, check, stages)
 
     def generate_sequences(
         self, requests: Sequence[GenerationRequest], groups: Sequence[int], prompts_path: str, sampling: SamplingSettings

@@ -13,24 +13,31 @@ from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import PreparedPrompts
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import GenerationRequest, SamplingSettings
+from megarl.weights.plan import GenerationRank
 
 
 class RolloutWorker:
     """One vLLM engine. It reads prompts by row from the prepared file and returns responses as columns."""
 
-    def __init__(self, index: int, model_dir: str, config: RolloutConfig, max_prompt_tokens: int, seed: int, log_dir: str):
+    def __init__(
+        self, index: int, model_dir: str, config: RolloutConfig, max_prompt_tokens: int, seed: int, log_dir: str, shares_device: bool
+    ):
         open_log(log_dir, f"rollout engine {index}")
-        self.engine = RolloutEngine(model_dir, config, max_prompt_tokens, seed)
+        self.engine = RolloutEngine(model_dir, config, max_prompt_tokens, seed, shares_device=shares_device)
         self.prompts: dict[str, PreparedPrompts] = {}
         self.started = process_facts()
 
-    def layout(self) -> tuple[Any, dict[str, Any]]:
+    def layout(self) -> tuple[list[GenerationRank], dict[str, Any]]:
         """What each rank of this engine holds, recorded from vLLM's own loader; and the facts of its start."""
         return self.engine.layout(), self.started
 
     def facts(self) -> dict[str, Any]:
         """Process id and memory."""
         return process_facts()
+
+    def sleep(self) -> float:
+        """Give the device's memory back to those who share it; a sync wakes the engine. Returns seconds."""
+        return self.engine.sleep()
 
     def sync(self, plan: Any, manifests: dict[int, dict[str, Any]], version: int, check: bool) -> Any:
         """Take over the training side's weights as ``version``."""

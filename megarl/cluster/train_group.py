@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from megarl.algo.moments import Moments
 from megarl.cluster.calls import Call, Pending, RayHandle, names_of, start_call
@@ -31,7 +32,7 @@ class GroupSettings:
 
     name: str
     layout: Layout
-    max_tokens_per_micro_batch: int
+    max_tokens_per_micro_batch: Mapping[str, int]  # role -> packed tokens of one forward pass
     cpus_per_process: float
     gpus_per_process: float
     log_dir: str
@@ -61,11 +62,13 @@ def coordinates(layout: Layout, rank: int) -> tuple[int, int, int]:
 class TrainGroup:
     """Processes that hold one or more models in one Megatron layout."""
 
-    def __init__(self, settings: GroupSettings):
+    def __init__(self, settings: GroupSettings, placement: PlacementGroup | None = None):
+        """Start the processes, in ``placement`` or in slots of their own."""
         self.settings, self.layout = settings, settings.layout
         self.names = names_of(settings.name, self.layout.world_size)
+        self._ranks: list[dict[str, Any]] = []  # what each said when it joined
         slots = self.slots(settings)
-        placement = reserve(slots, settings.start_deadline_s)
+        placement = placement or reserve(slots, settings.start_deadline_s)
         # Longer than any deadline of ours, so that the controller names who is silent before the ranks accuse each other.
         collective_s = 2 * max(settings.call_deadline_s, settings.save_deadline_s)
         args = (self.layout, settings.log_dir, collective_s, settings.seed, settings.plugins)
@@ -79,10 +82,15 @@ class TrainGroup:
     # --- start -----------------------------------------------------------------------------------------------------------------
 
     def start(self) -> Pending[list[dict[str, Any]]]:
-        """Let the processes find each other; the result is one record a rank (pid, memory, warning)."""
+        """Let the processes find each other; the result is one record a rank (pid, memory, warning, device, layer spec)."""
         deadline = self.settings.start_deadline_s
         address = start_call("start", self.names[:1], [self.workers[0].open_store.remote()], deadline).wait()[0]
-        return Pending(self._call("start", [w.join.remote(*address) for w in self.workers], deadline), list)
+
+        def finish(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            self._ranks = ranks
+            return ranks
+
+        return Pending(self._call("start", [w.join.remote(*address) for w in self.workers], deadline), finish)
 
     def load(
         self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None = None, *, share: bool = False
@@ -98,13 +106,19 @@ class TrainGroup:
         for rank in range(self.layout.world_size):
             tensor, data, pipeline = coordinates(self.layout, rank)
             if data == 0:
-                shards.append(RankShard(rank, 0, family.shard(hf_config, self.layout, tensor, pipeline)))
+                said = self._ranks[rank]
+                held = family.shard(hf_config, self.layout, tensor, pipeline, spec=said["layer_spec"])
+                shards.append(RankShard(rank, said["device"], held))
         return shards
 
     def manifests(self, name: str) -> dict[int, dict[str, Any]]:
-        """Rank -> where its parameters lie in shared memory."""
+        """Rank -> where its parameters lie, for an engine to open. Ranks give memory that they don't use back to the device."""
         found = self._call("share weights", [w.manifest.remote(name) for w in self.workers]).wait()
         return dict(enumerate(found))
+
+    def release_memory(self) -> Pending[list[None]]:
+        """Let every rank give memory that it doesn't use back to its device."""
+        return Pending(self._call("release memory", [w.release_memory.remote() for w in self.workers]), list)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Worker name -> process id and memory."""
@@ -116,7 +130,7 @@ class TrainGroup:
         self, name: str, batch: DataProto, renames: dict[str, str], *, temperature: float = 1.0, phase: str
     ) -> Pending[tuple[DataProto, float]]:
         """Run role ``name`` over the batch; the result has the renamed outputs as columns, and says how many seconds it took."""
-        requests = self._requests(batch, ("prompts", "responses"), range(len(batch)))
+        requests = self._requests(name, batch, ("prompts", "responses"), range(len(batch)))
         pairs = [w.forward.remote(name, requests[self._data(r)], temperature, renames) for r, w in enumerate(self.workers)]
         call = self._call(phase, [info for _, info in pairs])
         pieces = [Piece(requests[self._data(r)].rows, RayHandle(pairs[r][0])) for r in self._reporters()]
@@ -208,7 +222,7 @@ class TrainGroup:
         The result raises DivergedError where a loss or gradient was not finite; nothing was changed then.
         """
         totals = MiniBatchTotals(tokens=int(batch.info.response_length[list(rows)].sum()), samples=len(rows))
-        requests = self._requests(batch, ("prompts", "responses", *loss.needs), rows)
+        requests = self._requests(name, batch, ("prompts", "responses", *loss.needs), rows)
         refs = [w.train.remote(name, requests[self._data(r)], loss, totals, lr, temperature) for r, w in enumerate(self.workers)]
 
         def finish(results: list[dict[str, Any]]) -> UpdateResult:
@@ -270,11 +284,11 @@ class TrainGroup:
                 found.setdefault(data, rank)
         return [found[d] for d in range(self.layout.data)]
 
-    def _requests(self, batch: DataProto, columns: tuple[str, ...], rows: Sequence[int]) -> list[RowsRequest]:
+    def _requests(self, role: str, batch: DataProto, columns: tuple[str, ...], rows: Sequence[int]) -> list[RowsRequest]:
         """One request a replica: rows balanced by tokens, cut into equal numbers of micro-batches."""
         rows = list(rows)
         lengths = (batch.info.prompt_length + batch.info.response_length)[rows]
-        cuts = cut_for_replicas(lengths, self.layout.data, self.settings.max_tokens_per_micro_batch)
+        cuts = cut_for_replicas(lengths, self.layout.data, self.settings.max_tokens_per_micro_batch[role])
         pieces = {name: tuple(batch.pieces(name)) for name in columns}
         return [RowsRequest(pieces, tuple(tuple(rows[i] for i in group) for group in cut)) for cut in cuts]
 

@@ -20,13 +20,16 @@ from megarl.cluster.calls import fetch_together
 from megarl.cluster.worker import import_plugins, open_log, process_facts, timed
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
+from megarl.device import device_id, on_gpu, release_cached_memory, synchronize
 from megarl.errors import SyncError, explain
 from megarl.megatron import checkpoint, cpu, world
 from megarl.megatron.engine import Engine, MicroBatch
+from megarl.megatron.layers import layer_spec
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
 from megarl.types import Layout, Ragged
+from megarl.weights import cuda_ipc
 from megarl.weights.families import read_hf_config
 from megarl.weights.hf_export import HfExport
 from megarl.weights.shared import SharedParameters
@@ -57,7 +60,8 @@ class TrainWorker:
         self.group, self.index, self.layout = group, rank, layout
         self.timeout_s, self.seed = timeout_s, seed
         self.engines: dict[str, Engine] = {}
-        self.shared: SharedParameters | None = None
+        self.shared: SharedParameters | None = None  # on a CPU
+        self._exported: tuple[tuple[int, ...], dict[str, Any]] | None = None  # on a GPU: addresses, and the manifest made of them
         self._store: dist.TCPStore | None = None
 
     # --- start -----------------------------------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class TrainWorker:
         """Join the group's process groups."""
         store = self._store or dist.TCPStore(host, port, self.layout.world_size, is_master=False)
         self.rank = world.join(self.index, self.layout, store, self.timeout_s, self.seed)
-        return process_facts() | {"warning": cpu.check_version()}
+        return process_facts() | {"warning": cpu.check_version(), "device": device_id(), "layer_spec": layer_spec()}
 
     def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None, share: bool) -> dict[str, Any]:
         """Build (or build anew) the model of role ``name`` and load a Hugging Face directory into it.
@@ -91,23 +95,47 @@ class TrainWorker:
 
     def _share(self, engine: Engine) -> None:
         parameters = engine.named_parameters()
-        self.shared = SharedParameters.create({n: (tuple(p.shape), p.dtype) for n, p in parameters.items()})
+        specs = {n: (tuple(p.shape), p.dtype) for n, p in parameters.items()}
+        if on_gpu():
+            places = cuda_ipc.in_one_buffer(specs, engine.device)
+        else:
+            self.shared = SharedParameters.create(specs)
+            places = self.shared.tensors
         for name, parameter in parameters.items():
-            parameter.data = self.shared.tensors[name]
+            parameter.data = places[name]
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """Where a generation engine on this host finds the parameters of role ``name``, as they are now.
+        """Where a generation engine on this device finds the parameters of role ``name``, as they are now.
 
-        Parameters that the distributed optimizer keeps in a buffer of its own are copied over first; all others live there.
+        Memory that no tensor uses goes back to the device, for the engine to wake in.
         """
+        release_cached_memory()
+        parameters = {key: parameter.data for key, parameter in self.engines[name].named_parameters().items()}
+        found = self._manifest_of_gpu(parameters) if on_gpu() else self._manifest_of_cpu(parameters)
+        synchronize()  # the engine must not read ahead of the optimizer
+        return found
+
+    def _manifest_of_gpu(self, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The buffers that Megatron computes with, themselves. Made once for each set of buffers: their handles stay valid."""
+        addresses = tuple(p.data_ptr() for p in parameters.values())
+        if self._exported is None or self._exported[0] != addresses:
+            self._exported = addresses, cuda_ipc.export_tensors(parameters)
+        return self._exported[1]
+
+    def _manifest_of_cpu(self, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Parameters that the distributed optimizer keeps in a buffer of its own are copied over first; all others live there."""
         if self.shared is None:
             raise SyncError(
                 explain("no parameters are shared", where=f"{self.group} rank {self.index}", do="load the role with share=True")
             )
-        for key, parameter in self.engines[name].named_parameters().items():
+        for key, parameter in parameters.items():
             if parameter.data_ptr() != self.shared.tensors[key].data_ptr():
-                self.shared.tensors[key].copy_(parameter.data)
+                self.shared.tensors[key].copy_(parameter)
         return self.shared.manifest()
+
+    def release_memory(self) -> None:
+        """Give memory that no tensor uses back to the device, for other processes on it."""
+        release_cached_memory()
 
     def facts(self) -> dict[str, Any]:
         """Process id and memory."""
@@ -140,6 +168,7 @@ class TrainWorker:
         with timed() as record:
             micro_batches = _cut(request.fetch(), request, loss.needs)
             step = self.engines[name].train_step(micro_batches, loss, totals, lr=lr, temperature=temperature)
+            synchronize()  # the optimizer's kernels belong to this phase
         return {"sums": step.sums, "grad_norm": step.grad_norm, "applied": step.applied} | record
 
     # --- columns computed from columns -------------------------------------------------------------------------------------------
@@ -152,6 +181,7 @@ class TrainWorker:
         probability_gap = (rollout.double().exp() - trained.double().exp()).abs()
         return {}, {
             "max": float(gap.max()),
+            "sum": float(gap.sum()),
             "prob_max": float(probability_gap.max()),
             "prob_sum": float(probability_gap.sum()),
             "count": gap.numel(),

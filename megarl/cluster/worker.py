@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.device import device_memory
 from megarl.errors import ConfigError, explain
 
 
@@ -38,7 +39,7 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def process_facts() -> dict[str, float | int]:
-    """Process id, resident memory (bytes; its peak and now), and seconds since the process began."""
+    """Process id, resident memory (bytes; its peak and now), seconds since the process began; on a GPU also its memory (bytes)."""
     import resource
 
     return {
@@ -46,7 +47,7 @@ def process_facts() -> dict[str, float | int]:
         "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "rss": psutil.Process().memory_info().rss,
         "age_s": time.time() - psutil.Process().create_time(),
-    }
+    } | device_memory()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl.estimator": ("k1", "k2", "k3", "abs"),
     "algorithm.kl.controller": ("adaptive", "fixed"),
     "reward.on_failure": ("drop_group", "zero", "abort"),
+    "cluster.placement": ("separate", "colocated"),
 }
 
 # Names that a plugin may add to; without plugins these are all there are.
@@ -46,7 +47,7 @@ _UNSUPPORTED_SIZES = ("virtual_pipeline", "context", "expert", "expert_tensor") 
 RANGES: dict[str, Range] = {
     "run.seed": _AT_LEAST_0,
     "run.total_steps": _AT_LEAST_1,
-    "run.save_every_steps": _AT_LEAST_0,
+    "run.save_every_steps": (lambda x: x >= -1, "-1 or more"),
     "run.keep_checkpoints": _AT_LEAST_1,
     "run.eval_every_steps": _AT_LEAST_0,
     "run.log_rollouts": _AT_LEAST_0,
@@ -78,7 +79,7 @@ RANGES: dict[str, Range] = {
     "rollout.top_p": (lambda x: 0 < x <= 1, "more than 0, at most 1"),
     "rollout.top_k": (lambda x: x == -1 or x >= 1, "-1 (all tokens), or 1 or more"),
     "rollout.max_response_tokens": _AT_LEAST_1,
-    "rollout.kv_cache_mib": _AT_LEAST_1,
+    "rollout.kv_cache_mib": _AT_LEAST_0,
     "rollout.max_concurrent_samples": _AT_LEAST_1,
     "rollout.check_sync_every": _AT_LEAST_0,
     "algorithm.kl.coef": _AT_LEAST_0,
@@ -115,6 +116,7 @@ def check_config(config: Config) -> list[str]:
                 expected="equal types",
             )
         )
+    _check_placement(config)
     if config.run.eval_every_steps and not config.data.val_files:
         where = "run.eval_every_steps"
         raise ConfigError(explain("evaluation without held-out data", where=where, do="name data.val_files, or set it to 0"))
@@ -222,6 +224,32 @@ def _check_kl(config: Config) -> None:
                 got=f"{kl.horizon}; {MAX_KL_CHANGE} x {samples} samples a step / {kl.horizon} = {MAX_KL_CHANGE * samples / kl.horizon:g}",
                 expected=f"more than {MAX_KL_CHANGE} x {samples} = {MAX_KL_CHANGE * samples:g}",
                 do="raise algorithm.kl.horizon, or draw fewer samples a step",
+            )
+        )
+
+
+def _check_placement(config: Config) -> None:
+    """Colocated roles share processes and devices, rank by rank."""
+    if config.cluster.placement != "colocated":
+        return
+    if "critic" in _trained_roles(config) and config.critic.layout != config.actor.layout:
+        raise ConfigError(
+            explain(
+                "a colocated critic lives in the actor's processes, and is cut as the actor is",
+                where="critic.layout",
+                got=config.critic.layout,
+                expected=f"{config.actor.layout}, as actor.layout",
+                do="give both the same layout, or set cluster.placement to separate",
+            )
+        )
+    if config.rollout.tensor_parallel != 1:
+        raise ConfigError(
+            explain(
+                "a colocated engine of several ranks is not supported yet",
+                where="rollout.tensor_parallel",
+                got=config.rollout.tensor_parallel,
+                expected=1,
+                do="set it to 1 with one engine on each of the actor's devices, or set cluster.placement to separate",
             )
         )
 

@@ -17,7 +17,7 @@ class RunConfig:
     name: str = "run"  # shown in logs and in the report
     seed: int = 0  # decides data order and sampling
     total_steps: int = REQUIRED  # PPO steps of the whole run, counted from 1
-    save_every_steps: int = 0  # checkpoint period; 0: only after the last step
+    save_every_steps: int = 0  # checkpoint period; 0: only after the last step; -1: never (measurements)
     keep_checkpoints: int = 2  # newest complete checkpoints to keep
     eval_every_steps: int = 0  # held-out evaluation period; 0: only before the first and after the last step
     export_hf: bool = True  # write the final actor as a Hugging Face directory
@@ -96,7 +96,8 @@ class RolloutConfig:
     top_p: float = 1.0  # nucleus; below 1 the log-probs of the two sides differ
     top_k: int = -1  # -1: all tokens
     max_response_tokens: int = REQUIRED  # responses end here at the latest
-    kv_cache_mib: int = 64  # memory of the key/value cache on a CPU, MiB
+    ignore_eos: bool = False  # no token ends a response: all have max_response_tokens (measurements)
+    kv_cache_mib: int = 0  # key/value cache of one engine rank, MiB; 0: max_concurrent_samples of full length fit
     max_concurrent_samples: int = 256  # samples in flight in one engine
     dtype: str = "float32"  # float32 | bfloat16
     check_sync_every: int = 0  # compare a checksum of every slice at each so-many-th sync; the first is always checked
@@ -149,6 +150,7 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     address: str | None = None  # a running Ray cluster ("auto" or host:port); null: start one here
+    placement: str = "separate"  # separate: each group has its own devices | colocated: actor, critic and engines share them
     cpu_share_per_process: float = 0.25  # share of a core that each worker process takes in the placement
     start_deadline_s: float = 300.0  # all processes must be ready within it
     call_deadline_s: float = 600.0  # any remote call

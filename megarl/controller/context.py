@@ -57,7 +57,10 @@ class RunPaths:
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups. The reference is a second role of the actor's group; without a critic its place is empty."""
+    """The worker groups. The reference is a second role of the actor's group; without a critic its place is empty.
+
+    Colocated, the critic is a third role of that group, and ``critic`` is the same object as ``actor``.
+    """
 
     actor: TrainGroup
     critic: TrainGroup | None
@@ -65,7 +68,11 @@ class Groups:
     rewards: RewardGroup
 
     def all(self) -> list[Any]:
-        return [g for g in (self.actor, self.critic, self.rollout, self.rewards) if g is not None]
+        return [*self.trainers(), self.rollout, self.rewards]
+
+    def trainers(self) -> list[TrainGroup]:
+        """The groups of Megatron ranks, each once."""
+        return [self.actor] if self.critic in (None, self.actor) else [self.actor, self.critic]
 
     @property
     def scribe(self) -> TrainGroup:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.controller.context import Context, sample_requests
+from megarl.controller.residency import to_generation, to_training
 from megarl.rewards.policy import apply_failure_policy
 
 _EVALUATION = 0x45564131  # its own stream of sample seeds, disjoint from the steps'
@@ -33,10 +34,11 @@ def evaluate(run: Context, *, log_name: str | None = None) -> Evaluation:
     training (``reward.on_failure``, ``reward.max_failed_share``), and their number is part of the result.
     """
     config, groups = run.config, run.groups
-    groups.rollout.sync_weights(groups.actor, "actor", run.version)
+    to_generation(run)
     requests, prompt_of = sample_requests(np.arange(config.data.val_prompts), 1, seed=config.run.seed, step=_EVALUATION)
     path = str(run.paths.val_prompts)
     batch, _ = groups.rollout.generate_sequences(requests, prompt_of, path, run.sampling).result()
+    to_training(run)
     log_path = str(run.paths.root / "rollouts" / f"{log_name}.parquet") if log_name else None
     scores, _ = groups.rewards.score(batch, path, log_path=log_path, log_count=config.run.log_rollouts).result()
     kept = apply_failure_policy(scores, batch.info.group, config.reward.on_failure, config.reward.max_failed_share)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Infos = list[dict[str, Any]]
 
+SYNC_STAGES = ("wake_weights", "open", "copy", "check", "process", "wake_cache")
+
 
 @dataclass
 class StepMetrics:
@@ -29,6 +31,9 @@ class StepMetrics:
 
     def add_sync(self, sync: SyncResult | None) -> None:
         self.seconds["sync_weights"] = sync.seconds if sync else 0.0
+        for stage in SYNC_STAGES:
+            self.values[f"timing_s/sync_{stage}"] = sync.stages[stage] if sync else 0.0
+        self.values["perf/sync_gb"] = sync.bytes / 1e9 if sync else 0.0
 
     def add_samples(self, info: SampleInfo, scores: Scores, kept: np.ndarray, max_prompt_tokens: int) -> None:
         """``info`` and ``kept``: samples that go into training; ``scores``: of all that were drawn."""
@@ -43,6 +48,7 @@ class StepMetrics:
 
     def add_log_prob_gap(self, infos: Infos) -> None:
         self.values["training/rollout_logprobs_diff_max"] = max(i["max"] for i in infos)
+        self.values["training/rollout_logprobs_diff_mean"] = _total(infos, "sum") / _total(infos, "count")
         self.values["training/rollout_probs_diff_max"] = max(i["prob_max"] for i in infos)
         self.values["training/rollout_probs_diff_mean"] = _total(infos, "prob_sum") / _total(infos, "count")
 

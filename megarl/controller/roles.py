@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.algo.advantages import needs_values
 from megarl.cluster.calls import wait_all
-from megarl.cluster.placement import check_capacity
+from megarl.cluster.placement import check_capacity, reserve, shared_by
 from megarl.cluster.reward_worker import RewardGroup, RewardSettings
 from megarl.cluster.rollout_group import RolloutGroup, RolloutSettings
 from megarl.cluster.train_group import GroupSettings, TrainGroup
@@ -26,18 +26,21 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
 
     Raises PlacementError before anything is started when the cluster has too few slots.
     """
-    actor = _train_settings("actor", config.actor, config, paths)
-    critic = _train_settings("critic", config.critic, config, paths) if needs_critic(config) else None
+    colocated = config.cluster.placement == "colocated"
+    devices = (0.5 if colocated else 1.0) if on_gpu() else 0.0  # of a GPU, for each process
+    actor = _train_settings("actor", config.actor, config, paths, devices)
+    critic = _train_settings("critic", config.critic, config, paths, devices) if needs_critic(config) and not colocated else None
     rollout = RolloutSettings(
         model_dir=config.model,
         config=config.rollout,
         max_prompt_tokens=config.data.max_prompt_tokens,
         cpus_per_process=config.cluster.cpu_share_per_process,
-        gpus_per_process=1.0 if on_gpu() else 0.0,
+        gpus_per_process=devices,
         log_dir=str(paths.logs),
         start_deadline_s=config.cluster.start_deadline_s,
         call_deadline_s=config.cluster.call_deadline_s,
         seed=config.run.seed,
+        shares_devices=colocated,
     )
     rewards = RewardSettings(
         tokenizer_dir=config.model,
@@ -47,13 +50,15 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
         start_deadline_s=config.cluster.start_deadline_s,
         call_deadline_s=config.cluster.call_deadline_s,
     )
-    slots = [TrainGroup.slots(s) for s in (actor, critic) if s] + [RolloutGroup.slots(rollout), RewardGroup.slots(rewards)]
-    warnings = check_capacity(slots)
+    models = [TrainGroup.slots(s) for s in (actor, critic) if s] + [RolloutGroup.slots(rollout)]
+    models = [shared_by(models)] if colocated else models
+    warnings = check_capacity([*models, RewardGroup.slots(rewards)])
+    pool = reserve(models[0], config.cluster.start_deadline_s) if colocated else None
     # The engine takes longest to start, so it goes first.
-    groups = Groups(
-        rollout=RolloutGroup(rollout), actor=TrainGroup(actor), critic=TrainGroup(critic) if critic else None, rewards=RewardGroup(rewards)
-    )
-    trainers = [g for g in (groups.actor, groups.critic) if g is not None]
+    engines_group, actor_group = RolloutGroup(rollout, pool), TrainGroup(actor, pool)
+    critic_group = actor_group if colocated and needs_critic(config) else TrainGroup(critic) if critic else None
+    groups = Groups(actor_group, critic_group, engines_group, RewardGroup(rewards))
+    trainers = groups.trainers()
     engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
     groups.rollout.connect(
         groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], DTYPES[config.actor.dtype].itemsize
@@ -93,16 +98,20 @@ def optimizer_settings(optim: OptimConfig, lr: float | None = None) -> Optimizer
     return settings if lr is None else replace(settings, lr=lr)
 
 
-def _train_settings(name: str, part: ActorConfig | CriticConfig, config: Config, paths: RunPaths) -> GroupSettings:
+def _train_settings(name: str, part: ActorConfig | CriticConfig, config: Config, paths: RunPaths, gpus: float) -> GroupSettings:
     layout = Layout(**{f: getattr(part.layout, f) for f in part.layout.__dataclass_fields__})
     check_layout(layout, name)
     cluster = config.cluster
     return GroupSettings(
         name=name,
         layout=layout,
-        max_tokens_per_micro_batch=part.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch={
+            "actor": config.actor.max_tokens_per_micro_batch,
+            "reference": config.actor.max_tokens_per_micro_batch,
+            "critic": config.critic.max_tokens_per_micro_batch,
+        },
         cpus_per_process=cluster.cpu_share_per_process,
-        gpus_per_process=1.0 if on_gpu() else 0.0,
+        gpus_per_process=gpus,
         log_dir=str(paths.logs),
         start_deadline_s=cluster.start_deadline_s,
         call_deadline_s=cluster.call_deadline_s,

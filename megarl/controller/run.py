@@ -93,13 +93,14 @@ def new_context(config: Config, paths: RunPaths, groups: Groups, prepared: Prepa
     """A run at step 0."""
     kl = config.algorithm.kl
     rollout = config.rollout
+    stop_token_ids = () if rollout.ignore_eos else prepared.stop_token_ids
     return Context(
         config=config,
         paths=paths,
         groups=groups,
         cursor=PromptCursor(prepared.train_rows, shuffle=config.data.shuffle, seed=config.run.seed),
         kl=kl_controller(kl) if kl.where == "reward" else FixedKLController(0.0),
-        sampling=SamplingSettings(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, prepared.stop_token_ids),
+        sampling=SamplingSettings(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, stop_token_ids),
     )
 
 
@@ -134,7 +135,7 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
             metrics = ppo_step(run, step)
             run.step = step
             last = step == config.run.total_steps
-            if _due(config.run.save_every_steps, step) or last:
+            if _due(config.run.save_every_steps, step) or (last and saves(config)):
                 metrics["timing_s/save_checkpoint"] = save(run, store, metrics)
             if _due(config.run.eval_every_steps, step) and not last and config.data.val_files:
                 began = time.monotonic()
@@ -142,6 +143,11 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
                 metrics["timing_s/testing"] = time.monotonic() - began
             log.write(step, metrics)
             progress.step(step, metrics)
+
+
+def saves(config: Config) -> bool:
+    """Whether the run writes checkpoints at all."""
+    return config.run.save_every_steps >= 0
 
 
 def save(run: Context, store: CheckpointStore, metrics: dict[str, float]) -> float:
@@ -175,7 +181,7 @@ def finish(run: Context, store: CheckpointStore) -> int:
     memory = {name: facts for group in run.groups.all() for name, facts in group.facts().items()}
     _record(paths, {"memory": memory, "eval_end": vars(last) if last else None})
     report = write_report(paths.root)
-    checkpoint = store.require(run.step).path
+    checkpoint = store.require(run.step).path if saves(config) else "not saved"
     before = read_facts(paths).get("eval_start")
     reward = f"held-out reward {before['reward']:.3f} -> {last}" if last and before else "no held-out prompts"
     model = paths.final_model if config.run.export_hf else "not exported"

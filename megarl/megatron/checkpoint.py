@@ -5,14 +5,16 @@ Only the content of a directory is written here; naming it, renaming it when who
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from megarl.errors import CheckpointError, explain
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.engine import Engine
 from megarl.megatron.model import unwrap
 
@@ -22,22 +24,40 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 
 def save_engine(engine: Engine, directory: Path) -> None:
     """Write weights and, where the engine is trained, optimizer state into ``directory``, which exists and is empty. Collective."""
-    with CudaMeansCpu():
+    with on_compute_device():
         dist_checkpointing.save(_sharded_state(engine, loading=False), str(directory), content_metadata=_METADATA)
 
 
 def load_engine(engine: Engine, directory: Path) -> None:
     """Load what :func:`save_engine` wrote, from any layout. Collective.
 
-    Raises CheckpointError where the directory holds no checkpoint.
+    Raises CheckpointError where the directory holds no checkpoint, or one that only a newer megatron-core can read.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
-    with CudaMeansCpu():
+    if not reads_common_state_inside() and not (directory / COMMON_STATE_FNAME).exists():
+        raise CheckpointError(
+            explain(
+                "this megatron-core is too old for the checkpoint",
+                where=str(directory),
+                got=f"no {COMMON_STATE_FNAME}, as megatron-core 0.19 writes it",
+                expected=f"{COMMON_STATE_FNAME}, as megatron-core 0.16 writes it (0.19 reads both)",
+                do="resume with the Python and the megatron-core that wrote it",
+            )
+        )
+    with on_compute_device():
         state = dist_checkpointing.load(_sharded_state(engine, loading=True), str(directory))
         _copy_in_place(unwrap(engine.model), state["model"])
         if engine.optimizer is not None:
             _load_optimizer(engine.optimizer, state["optimizer"])
+
+
+def reads_common_state_inside() -> bool:
+    """True for a megatron-core that keeps what is no tensor inside the sharded checkpoint; older ones keep a file beside it.
+
+    Those die of a missing file with an AttributeError of their own. A strategy for that file is an argument of theirs alone.
+    """
+    return "common_strategy" not in inspect.signature(dist_checkpointing.load).parameters
 
 
 def _sharded_state(engine: Engine, *, loading: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ nothing where CUDA exists, and nothing of megatron-core is copied. Each entry wa
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from typing import Any
 
@@ -49,9 +50,15 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+def on_compute_device() -> contextlib.AbstractContextManager[Any]:
+    """Return what megatron-core's calls that name CUDA run in: :class:`CudaMeansCpu` on a CPU, nothing on a GPU."""
+    return contextlib.nullcontext() if on_gpu() else CudaMeansCpu()
+
+
 def check_version() -> str | None:
     """Return a warning when this megatron-core was never tested with megarl, else None."""
-    version = megatron.core.__version__
+    # An environment inside a git repository gets that repository's commit appended by 0.19: "0.19.2+1a2b3c4".
+    version = megatron.core.__version__.partition("+")[0]
     if version in TESTED_VERSIONS:
         return None
     return f"megatron-core {version} is untested with megarl (tested: {', '.join(TESTED_VERSIONS)}); numbers may differ"
@@ -108,6 +115,7 @@ def _use_plain_results_queue() -> None:
     """The checkpoint writer takes its results queue from a multiprocessing manager: another process, 15 s for the first save."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    if hasattr(filesystem_async, "_get_write_results_queue"):
-        results: queue.Queue = queue.Queue()
-        filesystem_async._get_write_results_queue = lambda: results
+    results: queue.Queue = queue.Queue()
+    for name in ("get_write_results_queue", "_get_write_results_queue"):  # public since 0.19; private in 0.16
+        if hasattr(filesystem_async, name):
+            setattr(filesystem_async, name, lambda mp_mode="spawn": results)

@@ -19,8 +19,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.device import compute_device
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import vocab_parallel_log_probs
+from megarl.megatron.layers import layer_spec
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role, build_model, unwrap, wrap_for_training
 from megarl.megatron.optimizer import OptimizerSettings, build_optimizer, optimizer_step
@@ -55,8 +56,9 @@ class Engine:
     def __init__(self, hf_config: dict[str, Any], rank: Rank, role: Role, optimizer: OptimizerSettings | None = None):
         self.hf_config, self.rank, self.role = hf_config, rank, role
         self.device = compute_device()
-        self.model = build_model(hf_config, rank, role)
-        self.shards = model_family(hf_config).shard(hf_config, rank.layout, rank.tensor, rank.pipeline, head=role.head)
+        self.spec = layer_spec()
+        self.model = build_model(hf_config, rank, role, self.spec)
+        self.shards = model_family(hf_config).shard(hf_config, rank.layout, rank.tensor, rank.pipeline, head=role.head, spec=self.spec)
         self.vocab_size = int(hf_config["vocab_size"])
         self.optimizer: Any = None
         self._optimizer_settings = optimizer
@@ -128,7 +130,7 @@ class Engine:
             columns = {n: torch.from_numpy(micro_batch.columns[n].values).to(self.device) for n in loss.needs}
             lengths = torch.from_numpy(micro_batch.responses.lengths).to(self.device)
             value, sums = loss(outputs, columns, lengths, totals)
-            return value, torch.ones((), dtype=torch.int), sums
+            return value, torch.ones((), dtype=torch.int, device=self.device), sums
 
         collected = self.run_schedule(micro_batches, with_loss, forward_only=False)
         return self._sum_over_group(collected)
@@ -163,7 +165,7 @@ class Engine:
             finish = partial(at_the_end, packed, micro_batch)
             return output, (lambda logits, non_loss_data=False: finish(logits))
 
-        with CudaMeansCpu():
+        with on_compute_device():
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(packs),

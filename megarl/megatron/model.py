@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.device import compute_device
-from megarl.megatron.attention import PackedAttention
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import ValueHead
-from megarl.megatron.norm import RMSNorm
+from megarl.megatron.layers import block_spec, fusions
 from megarl.megatron.world import Rank
 from megarl.weights.families import model_family
 from megarl.weights.table import padded_vocab_size
@@ -39,7 +36,7 @@ class Role:
     dtype: str = "float32"
 
 
-def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.dtype, spec: str) -> TransformerConfig:
     """Megatron's configuration. Whatever differs between machines or could change numbers silently is said here, once."""
     layout = rank.layout
     return TransformerConfig(
@@ -59,45 +56,24 @@ def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.d
         moe_token_dispatcher_type="alltoall",  # demanded beside variable_seq_lengths, also by dense models
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=False,
-        use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **fusions(spec),
     )
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec for each layer of this stage, with our norm and our attention for packed sequences in it."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    parts = layer.submodules
-    parts.input_layernorm = RMSNorm
-    parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    # Given the whole block, and not one layer, since the block would otherwise pick a last norm that refuses sequence parallelism.
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-
-
-def build_model(hf_config: dict[str, Any], rank: Rank, role: Role) -> GPTModel:
-    """This rank's pipeline stage, on this rank's device, with weights still to be loaded."""
+def build_model(hf_config: dict[str, Any], rank: Rank, role: Role, spec: str) -> GPTModel:
+    """This rank's pipeline stage, on this rank's device, with weights still to be loaded. ``spec``: "local" or "te" layers."""
     dtype = DTYPES[role.dtype]
     kwargs = model_family(hf_config).megatron_kwargs(hf_config)
     model_kwargs = dict(kwargs["model"])
     model_kwargs["vocab_size"] = padded_vocab_size(model_kwargs["vocab_size"], rank.layout.tensor)
     if role.head == "value":
         model_kwargs["share_embeddings_and_output_weights"] = False
-    config = transformer_config(kwargs["transformer"], rank, dtype)
-    with CudaMeansCpu():
+    config = transformer_config(kwargs["transformer"], rank, dtype, spec)
+    with on_compute_device():
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config),
+            transformer_layer_spec=block_spec(config, spec),
             pre_process=rank.is_first_stage,
             post_process=rank.is_last_stage,
             parallel_output=True,
@@ -129,7 +105,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 def wrap_for_training(model: GPTModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
     """Megatron's DDP: contiguous gradient buffers, summed (not averaged) over data-parallel ranks."""
-    with CudaMeansCpu():
+    with on_compute_device():
         return DistributedDataParallel(
             config=model.config,
             ddp_config=DistributedDataParallelConfig(

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.device import compute_device
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,36 @@ def build_optimizer(model: Any, settings: OptimizerSettings, dtype: str) -> Any:
         params_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
         use_distributed_optimizer=settings.distributed,
     )
-    with CudaMeansCpu():
+    with on_compute_device():
         optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     _fill_fresh_state(optimizer)
     return optimizer
 
 
 def _fill_fresh_state(optimizer: Any) -> None:
-    """Give torch's Adam the state that it otherwise makes at its first step.
+    """Give Adam the state that it otherwise makes at its first step.
 
     Without it a checkpoint taken before that step (the critic warms up first) lacks the moments, and no later run could load it.
     """
     for part in optimizer.chained_optimizers:
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            continue  # Transformer Engine's Adam fills itself
+        fill = _fill_torch if isinstance(part.optimizer, torch.optim.AdamW) else _fill_fused
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                part.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                fill(part.optimizer, group, parameter)
+
+
+def _fill_torch(adam: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    adam.state[parameter] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def _fill_fused(adam: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Transformer Engine's FusedAdam counts steps by group."""
+    adam.initialize_state(parameter, store_param_remainders=False)
+    group.setdefault("step", 0)
 
 
 def optimizer_step(optimizer: Any, lr: float, *, finite: bool) -> tuple[float, bool]:
@@ -73,7 +82,7 @@ def optimizer_step(optimizer: Any, lr: float, *, finite: bool) -> tuple[float, b
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with CudaMeansCpu():
+    with on_compute_device():
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         flag = torch.tensor(float(finite and not overflow and math.isfinite(norm)), device=compute_device())

@@ -29,6 +29,7 @@ class PackedSequences(PackedSeqParams):
         A list of (index [b, s], valid [b, s]): row positions in the packed batch, and which of them are real. Lengths are grouped by
         their multiple of 16, so that at most 15 positions a sequence are filled up. Causal attention never looks at what is behind.
         """
+        device = self.cu_seqlens_q.device
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         buckets: dict[int, list[int]] = {}
         for i, length in enumerate(self.lengths):
@@ -40,7 +41,7 @@ class PackedSequences(PackedSeqParams):
             steps = np.arange(lengths.max())
             valid = steps[None, :] < lengths[:, None]
             index = offsets[rows][:, None] + np.where(valid, steps[None, :], 0)
-            result.append((torch.from_numpy(index), torch.from_numpy(valid)))
+            result.append((torch.from_numpy(index).to(device), torch.from_numpy(valid).to(device)))
         return result
 
 

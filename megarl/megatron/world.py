@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarl.device import comm_backend, pin_cpu_threads
+from megarl.device import comm_backend, pin_cpu_threads, use_own_device
 from megarl.errors import ConfigError, explain
 from megarl.megatron import cpu
 from megarl.types import Layout
@@ -62,6 +62,7 @@ def join(rank: int, layout: Layout, store: dist.Store, timeout_s: float, seed: i
     """
     pin_cpu_threads(1)
     cpu.install()
+    use_own_device()
     dist.init_process_group(comm_backend(), store=store, world_size=layout.world_size, rank=rank, timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

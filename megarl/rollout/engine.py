@@ -14,12 +14,12 @@ from megarl.config.schema import RolloutConfig
 from megarl.device import on_gpu
 from megarl.errors import ConfigError, DivergedError, SyncError, explain
 from megarl.rollout.environment import prepare_environment
+from megarl.rollout.start import start_vllm
 from megarl.types import GenerationRequest, Ragged, SamplingSettings
 from megarl.weights.families import model_family, read_hf_config
-from megarl.weights.plan import ReshardPlan
+from megarl.weights.plan import GenerationRank, ReshardPlan
 from megarl.weights.regions import Copy, Region
 
-_BATCHED_TOKENS = 2048  # prompt tokens of one prefill pass: enough to fill it from many short prompts
 _NO_VERSION = -1
 
 
@@ -45,29 +45,45 @@ class SyncReport:
 class RolloutEngine:
     """vLLM in this process (its tensor-parallel ranks in child processes). It serves nothing until its first sync."""
 
-    def __init__(self, model_dir: str | Path, config: RolloutConfig, max_prompt_tokens: int, seed: int):
+    def __init__(self, model_dir: str | Path, config: RolloutConfig, max_prompt_tokens: int, seed: int, *, shares_device: bool = False):
         """Start the engine. ``model_dir`` gives the shapes alone: weights are random until :meth:`sync`.
 
+        ``shares_device``: others compute on its device too, so that it can :meth:`sleep`.
         Raises ModelError when the model's family isn't supported, before anything is started.
         """
-        model_family(hf_config := read_hf_config(model_dir)).hf_tensors(hf_config)
+        hf_config = read_hf_config(model_dir)
+        model_family(hf_config).hf_tensors(hf_config)
         prepare_environment()
         self.config = config
         self.max_prompt_tokens = max_prompt_tokens
         self.version = _NO_VERSION  # of the weights in use
-        self._llm = _start_vllm(str(model_dir), config, max_prompt_tokens, seed)
+        self._frees_memory = shares_device and on_gpu()  # vLLM can't do so on a CPU, whose memory is nobody's share
+        self._asleep = False
+        self._llm = start_vllm(str(model_dir), config, max_prompt_tokens, seed, hf_config, can_sleep=self._frees_memory)
 
-    def layout(self) -> list[tuple[Copy, ...]]:
+    def layout(self) -> list[GenerationRank]:
         """For each tensor-parallel rank, what it copies out of Hugging Face tensors, recorded from vLLM's own loader."""
-        ranks = _results(self._llm.collective_rpc("megarl_layout"))
-        return [tuple(Copy(Region(*source), Region(*target)) for source, target in copies) for copies in ranks]
+        answers = _results(self._llm.collective_rpc("megarl_layout"))
+        return [
+            GenerationRank(rank, found["device"], tuple(Copy(Region(*source), Region(*target)) for source, target in found["copies"]))
+            for rank, found in enumerate(answers)
+        ]
+
+    def sleep(self) -> float:
+        """Give the device's memory back (CUDA graphs and communicators stay); the weights are gone until the next sync. Returns seconds."""
+        began = time.monotonic()
+        self.version = _NO_VERSION
+        if self._frees_memory and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
+        return time.monotonic() - began
 
     def sync(self, plan: ReshardPlan, manifests: Mapping[int, Mapping[str, Any]], version: int, check: bool) -> SyncReport:
-        """Take over the training ranks' weights as ``version``.
+        """Take over the training ranks' weights as ``version``; an engine that sleeps wakes.
 
         Args:
             plan: from :func:`megarl.weights.plan.plan_reshard`, with this engine's tensor-parallel ranks as generation ranks.
-            manifests: training rank -> manifest of its :class:`~megarl.weights.shared.SharedParameters`.
+            manifests: training rank -> manifest of its parameters (:mod:`megarl.weights.shared`, :mod:`megarl.weights.cuda_ipc`).
             check: compare every slice with its source, byte for byte, after copying.
 
         Raises SyncError; the engine then refuses to generate until a sync succeeds.
@@ -77,12 +93,24 @@ class RolloutEngine:
         began = time.monotonic()
         self.version = _NO_VERSION  # half-written weights must not serve
         plain = {rank: [(s.source_rank, tuple(s.source), tuple(s.target)) for s in slices] for rank, slices in plan.slices.items()}
+        wake_weights = self._wake("weights")
         reports = _results(self._llm.collective_rpc("megarl_sync", args=(plain, dict(manifests), check)))
+        # Last, so that the trainer's weights and the cache need not fit beside each other.
+        wake_cache = self._wake("kv_cache")
+        self._asleep = False
         if not self._llm.reset_prefix_cache():
             raise SyncError(explain("requests are in flight during a sync", do="wait for generate() to return"))
         self.version = version
         stages = {stage: max(report[stage] for report in reports) for stage in reports[0] if stage != "bytes"}
+        stages |= {"wake_weights": wake_weights, "wake_cache": wake_cache}
         return SyncReport(version, int(sum(report["bytes"] for report in reports)), time.monotonic() - began, stages)
+
+    def _wake(self, tag: str) -> float:
+        """Take memory for vLLM's "weights" or "kv_cache" again, with nothing in it. Returns seconds."""
+        began = time.monotonic()
+        if self._asleep:
+            self._llm.wake_up(tags=[tag])
+        return time.monotonic() - began
 
     def generate(self, requests: Sequence[GenerationRequest], prompts: Ragged, sampling: SamplingSettings) -> Generated:
         """Draw one response a request.
@@ -161,31 +189,3 @@ def collect(outputs: Sequence[Any]) -> Generated:
     if not np.isfinite(drawn.log_probs.values).all():
         raise DivergedError(explain("a log-prob of the generation engine is not finite", do="look at the last updates of the actor"))
     return drawn
-
-
-def _start_vllm(model_dir: str, config: RolloutConfig, max_prompt_tokens: int, seed: int) -> Any:
-    """vLLM's engine, set up so that only a sync gives it weights."""
-    from vllm import LLM
-
-    max_tokens = max_prompt_tokens + config.max_response_tokens
-    on_cpu: dict[str, Any] = {
-        "enable_chunked_prefill": False,  # a seeded request whose prefill is chunked kills vLLM's CPU engine
-        "kv_cache_memory_bytes": config.kv_cache_mib << 20,
-    }
-    return LLM(
-        model=model_dir,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # not the model's own temperature and stop tokens
-        dtype=config.dtype,
-        tensor_parallel_size=config.tensor_parallel,
-        distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
-        max_model_len=max_tokens,
-        max_num_batched_tokens=max(max_tokens, min(_BATCHED_TOKENS, max_tokens * config.max_concurrent_samples)),
-        max_num_seqs=config.max_concurrent_samples,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",  # after temperature, as the trainer computes them
-        seed=seed,
-        worker_extension_cls="megarl.rollout.receiver.WeightReceiver",
-        **({} if on_gpu() else on_cpu),
-    )

@@ -19,8 +19,10 @@ def keep_plain_weights() -> None:
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     repack = utils.dispatch_cpu_unquantized_gemm
-    if not current_platform.is_cpu() or repack.__module__ == __name__:
+    if repack.__module__ == __name__:
         return
 
     def repack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from megarl.device import device_id, synchronize
 from megarl.errors import MegarlError, SyncError, explain
 from megarl.rollout.packing import finish_written_modules, keep_plain_weights
 from megarl.rollout.recorder import record_loader
+from megarl.weights.cuda_ipc import open_exported
 from megarl.weights.families import model_family, read_hf_config
-from megarl.weights.regions import as_slices
+from megarl.weights.regions import Region, as_slices
 from megarl.weights.shared import open_shared
 
 # vLLM imports this module in each worker process just before it builds the model: the one moment at which this can still take effect.
@@ -33,9 +35,11 @@ class WeightReceiver:
     vllm_config: Any  # of the worker that this class is mixed into
     model_runner: Any
     rank: int
+    megarl_fills: Sequence[tuple[Region, float]] = ()  # what the loader sets to one number: vocabulary padding
+    megarl_opened: dict[int, tuple[str, dict[str, torch.Tensor]]]  # training rank -> token of its manifest, its parameters (CUDA)
 
     def megarl_layout(self) -> Answer:
-        """Record this rank's loader, set what it fills, and answer with its copies as (Hugging Face region, parameter region)."""
+        """Record this rank's loader; answer with its device and its copies as (Hugging Face region, parameter region)."""
         return _answer(self._megarl_layout)
 
     def megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> Answer:
@@ -51,26 +55,26 @@ class WeightReceiver:
         parameters = self.model_runner.get_model().named_parameters()
         return {name: hashlib.sha256(_raw(parameter.detach()).cpu().numpy().tobytes()).hexdigest() for name, parameter in parameters}
 
-    def _megarl_layout(self) -> list[tuple[tuple[str, Any], tuple[str, Any]]]:
+    def _megarl_layout(self) -> dict[str, Any]:
         hf_config = read_hf_config(self.vllm_config.model_config.model)
         recording = record_loader(self.vllm_config, model_family(hf_config).hf_tensors(hf_config))
-        parameters = dict(self.model_runner.get_model().named_parameters())
-        with torch.no_grad():
-            for region, value in recording.fills:
-                parameters[region.name][as_slices(region.box)] = value
-        return [(tuple(source), tuple(target)) for source, target in recording.copies]
+        self.megarl_fills = recording.fills
+        self.megarl_opened = {}
+        return {"device": device_id(), "copies": [(tuple(source), tuple(target)) for source, target in recording.copies]}
 
     def _megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> dict[str, float]:
         slices = plan[self.rank]
         model = self.model_runner.get_model()
         parameters = dict(model.named_parameters())
         clock = _StageClock()
-        opened = {rank: open_shared(manifests[rank]) for rank in {source_rank for source_rank, _, _ in slices}}
+        opened = {rank: self._megarl_open(rank, manifests[rank]) for rank in {source_rank for source_rank, _, _ in slices}}
         clock.mark("open")
         pairs = [_pair(opened, parameters, entry) for entry in slices]
         with torch.no_grad():
-            for source, target, _ in pairs:
-                target.copy_(source)
+            # In few kernels: one by one, hundreds of small slices would wait for their launches.
+            torch._foreach_copy_([target for _, target, _ in pairs], [source for source, _, _ in pairs])
+            for region, value in self.megarl_fills:  # each time: an engine that slept has forgotten them
+                parameters[region.name][as_slices(region.box)] = value
         clock.mark("copy")
         if check:
             _compare(pairs)
@@ -78,6 +82,17 @@ class WeightReceiver:
         finish_written_modules(model, {target[0] for _, _, target in slices})
         clock.mark("process")
         return {"bytes": float(sum(target.nbytes for _, target, _ in pairs)), **clock.seconds}
+
+    def _megarl_open(self, rank: int, manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The parameters of one training rank. CUDA buffers stay open from sync to sync, until the rank has others."""
+        if manifest["kind"] != "cuda":
+            return open_shared(manifest)
+        token, tensors = self.megarl_opened.get(rank, ("", {}))
+        if token != manifest["token"]:
+            self.megarl_opened.pop(rank, None)
+            tensors = open_exported(manifest)
+            self.megarl_opened[rank] = manifest["token"], tensors
+        return tensors
 
 
 def _answer(action: Callable[[], Any]) -> Answer:
@@ -95,6 +110,7 @@ class _StageClock:
         self._last = time.monotonic()
 
     def mark(self, stage: str) -> None:
+        synchronize()
         now = time.monotonic()
         self.seconds[stage], self._last = now - self._last, now
 

@@ -54,9 +54,12 @@ def record_loader(vllm_config: Any, hf_tensors: Mapping[str, tuple[int, ...]]) -
 
 
 def _with_own_layer_registry(vllm_config: Any) -> Any:
-    """The same configuration, but attention layers of the recorded model don't register over those that serve."""
+    """The same configuration, but attention layers of the recorded model don't register over those that serve; nothing is compiled."""
+    from vllm.config import CompilationMode
+
     twin = copy.copy(vllm_config)
     twin.compilation_config = copy.copy(vllm_config.compilation_config)
+    twin.compilation_config.mode = CompilationMode.NONE
     twin.compilation_config.static_forward_context = {}
     twin.compilation_config.static_all_moe_layers = []
     return twin

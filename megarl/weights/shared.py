@@ -13,10 +13,9 @@ from math import prod
 import torch
 
 from megarl.errors import SyncError, explain
+from megarl.weights.dtypes import DTYPE_NAMES, DTYPES
 
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector load
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SharedParameters:
@@ -34,7 +33,7 @@ class SharedParameters:
         table: dict[str, dict] = {}
         end = 0  # bytes
         for name, (shape, dtype) in specs.items():
-            table[name] = {"offset": end, "shape": list(shape), "dtype": _DTYPE_NAMES[dtype]}
+            table[name] = {"offset": end, "shape": list(shape), "dtype": DTYPE_NAMES[dtype]}
             end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         size = max(end, ALIGNMENT)
         fd = os.memfd_create("megarl-parameters")
@@ -45,7 +44,7 @@ class SharedParameters:
         """What :func:`open_shared` needs, as plain fields. Valid while this process lives and :meth:`close` wasn't called."""
         status = os.fstat(self._fd)
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        return {"path": path, "inode": status.st_ino, "bytes": self._size, "tensors": self._table}
+        return {"kind": "memfd", "path": path, "inode": status.st_ino, "bytes": self._size, "tensors": self._table}
 
     def close(self) -> None:
         """Let no further process in. The memory goes when the last view of it, here or elsewhere, is dropped."""
@@ -94,7 +93,7 @@ def _views(memory: mmap.mmap, table: Mapping[str, Mapping]) -> dict[str, torch.T
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     views = {}
     for name, entry in table.items():
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
         count = prod(entry["shape"])
         raw = flat[entry["offset"] : entry["offset"] + count * dtype.itemsize]
         views[name] = raw.view(dtype).view(entry["shape"])

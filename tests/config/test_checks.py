@@ -97,6 +97,11 @@ def test_mini_batches_divide_over_data_parallel_ranks() -> None:
         ("warm_start.stop_reward_min=0.5", "empty stopping range"),
         ("warm_start.eval_every_steps=3 warm_start.max_steps=14", "at least 15 = 5 x 3"),
         ("cluster.cpu_share_per_process=0", "more than 0"),
+        ("cluster.placement=colocate", "did you mean colocated?"),
+        ("cluster.placement=colocated", "cut as the actor is"),
+        ("cluster.placement=colocated critic.layout.pipeline=1 critic.layout.tensor=2 rollout.tensor_parallel=2", "not supported yet"),
+        ("run.save_every_steps=-2", "-1 or more"),
+        ("rollout.kv_cache_mib=-1", "0 or more"),
         ("algorithm.critic_warmup_steps=75 run.total_steps=75", "less than 75 = run.total_steps"),
         ("algorithm.kl.coef=0", "stays 0"),
         ("algorithm.kl.horizon=25", "0.2 x 128 samples a step / 25 = 1.024"),
@@ -115,6 +120,8 @@ def test_refusals(override: str, says: str) -> None:
         "algorithm.kl.coef=0 algorithm.kl.where=none",
         "algorithm.kl.horizon=26",
         "algorithm.kl.horizon=25 algorithm.kl.controller=fixed",
+        "cluster.placement=colocated critic.layout.pipeline=1 critic.layout.tensor=2",
+        "run.save_every_steps=-1",
     ],
 )
 def test_what_is_just_inside_passes(override: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, SupervisedLossSpec
 from megarl.megatron.model import Role
@@ -91,7 +91,7 @@ def measure(engine: Engine, rank: Rank, lengths: list[tuple[int, int]]) -> dict[
         )
     totals = MiniBatchTotals(tokens=int(responses.lengths.sum()), samples=len(lengths))
     sums = engine.gradients(batches, SupervisedLossSpec(), totals, temperature=TEMPERATURE)
-    with CudaMeansCpu():
+    with on_compute_device():
         engine.optimizer.prepare_grads()
         norm = float(engine.optimizer.get_grad_norm())
     return {

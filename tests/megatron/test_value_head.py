@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from megarl.megatron.cpu import CudaMeansCpu
+from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, ValueLossSpec
 from megarl.megatron.model import Role
@@ -81,7 +81,7 @@ def work(rank: Rank, model_dir: Path) -> dict[str, Any]:
     batches = [MicroBatch(prompts.take([r]), responses.take([r]), {"values": old.take([r]), "returns": returns.take([r])}) for r in mine]
     outputs = engine.forward(batches)
     sums = engine.gradients(batches, ValueLossSpec(clip=0.2), MiniBatchTotals(int(responses.lengths.sum()), len(LENGTHS)))
-    with CudaMeansCpu():
+    with on_compute_device():
         engine.optimizer.prepare_grads()
     return {
         "rows": mine,

@@ -24,7 +24,7 @@ from megarl.rollout.environment import prepare_environment
 from megarl.types import GenerationRequest, Layout, Ragged, SamplingSettings
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_io import load_into
-from megarl.weights.plan import GenerationRank, RankShard, ReshardPlan, plan_reshard
+from megarl.weights.plan import RankShard, ReshardPlan, plan_reshard
 from megarl.weights.shared import SharedParameters
 
 VOCAB, MAX_PROMPT, MAX_RESPONSE = 61, 24, 12
@@ -107,8 +107,7 @@ def error_of(action: Any) -> str:
 
 def plan_into(engine: RolloutEngine, training: TrainingSide) -> ReshardPlan:
     """The plan, once through JSON."""
-    generation = [GenerationRank(rank, 0, copies) for rank, copies in enumerate(engine.layout())]
-    return ReshardPlan.from_json(plan_reshard(training.ranks, generation, bytes_per_element=4).to_json())
+    return ReshardPlan.from_json(plan_reshard(training.ranks, engine.layout(), bytes_per_element=4).to_json())
 
 
 def run_sync(directory: Path, tensor: int) -> None:

@@ -1,0 +1,63 @@
+"""Which layers a model is built from: Transformer Engine's on a GPU where it is installed, else megatron-core's own with ours in them.
+
+Both read the same weight tables; the names of a few parameters differ (``megarl.weights.table.Row.te``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.device import has_transformer_engine
+from megarl.megatron.attention import PackedAttention
+from megarl.megatron.norm import RMSNorm
+
+
+def layer_spec() -> str:
+    """What this process builds models from: "te" or "local", the table's words."""
+    return "te" if has_transformer_engine() else "local"
+
+
+def fusions(spec: str) -> dict[str, Any]:
+    """Settings of Megatron's configuration that choose kernels. On a CPU every fusion is off: each of them names CUDA."""
+    fused = spec == "te"
+    return {
+        "use_cpu_initialization": not fused,
+        "bias_activation_fusion": fused,
+        "apply_rope_fusion": fused,  # without it, rotary positions of packed sequences loop over them, with a device read in each layer
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,  # the output layer is megatron-core's own and would need apex for it
+    }
+
+
+def block_spec(config: TransformerConfig, spec: str) -> TransformerBlockSubmodules:
+    """One layer specification for each layer of this stage, and the norm after the last.
+
+    Given as a whole block, and not as one layer, since the block would otherwise choose its last norm by itself.
+    """
+    layer, norm = (_te_layer if spec == "te" else _local_layer)(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _te_layer(config: TransformerConfig) -> tuple[Any, Any]:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+
+
+def _local_layer(config: TransformerConfig) -> tuple[Any, Any]:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return layer, RMSNorm

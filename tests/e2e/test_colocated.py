@@ -1,0 +1,59 @@
+"""Who shares devices with whom changes no number: colocated (actor and critic in the same processes, engines that sleep in between) and
+separate runs of one recipe agree bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.demo import ROOT, metrics
+
+pytestmark = pytest.mark.cluster
+
+RECIPE = ROOT / "recipes" / "bench" / "C0.yaml"
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bench")
+    subprocess.run([sys.executable, ROOT / "recipes" / "bench" / "prepare.py", "C0", "--out", out], check=True, timeout=120)
+    return out
+
+
+def train(workload: Path, run_dir: Path, **changes: Any) -> list[dict[str, float]]:
+    """Two PPO steps with a critic, actor and critic cut by tensor parallelism; the metrics without clocks."""
+    values = {
+        "model": workload / "model",
+        "data.train_files": f"[{workload / 'train.parquet'}]",
+        "reward.path": ROOT / "recipes" / "bench" / "reward.py",
+        "run.dir": run_dir,
+        "run.total_steps": 2,
+        "algorithm.advantage_estimator": "gae",
+        "actor.layout.tensor": 2,
+        "actor.optim.lr": 1e-3,
+        "critic.layout.tensor": 2,
+        "critic.optim.lr": 1e-3,
+        "critic.samples_per_mini_batch": 128,
+        "critic.max_tokens_per_micro_batch": 2048,
+        "rollout.engines": 2,
+    }
+    overrides = [f"{key}={value}" for key, value in {**values, **changes}.items()]
+    command = [sys.executable, "-m", "megarl.cli.main", "train", str(RECIPE), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return metrics(run_dir)
+
+
+def test_colocated_equals_separate(workload: Path, tmp_path: Path) -> None:
+    colocated = train(workload, tmp_path / "colocated", **{"cluster.placement": "colocated"})
+    separate = train(workload, tmp_path / "separate", **{"cluster.placement": "separate"})
+    assert len(colocated) == 2
+    assert colocated[1]["critic/values/max"] != 0.0, "the critic must have learnt"
+    assert colocated == separate
+    logs = {path.name for path in (tmp_path / "colocated" / "logs").iterdir()}
+    assert not any("critic" in name for name in logs), f"a colocated critic has no processes of its own: {logs}"
