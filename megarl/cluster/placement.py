@@ -26,8 +26,13 @@ WORKER_ENV = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-# Compiling takes a C++ compiler and a minute there, and gains nothing.
-CPU_WORKER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
+# Of processes that compute on a CPU: compiling takes a C++ compiler and a minute there, and no GPU is to be opened by accident.
+CPU_WORKER_ENV = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+_OTHER_WAYS = {
+    "CPU": "a smaller cluster.cpu_share_per_process",
+    "GPU": "cluster.placement: colocated, where actor, critic and engines share their GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ def start_cluster(address: str | None) -> None:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
 
 
+def cluster_has_gpus() -> bool:
+    """True where models are to be placed on GPUs. The controller's own host need not have one."""
+    return ray.cluster_resources().get("GPU", 0.0) > 0
+
+
 def check_capacity(slots: list[Slots]) -> list[str]:
     """Compare what the groups ask for with what the cluster has; returns warnings.
 
@@ -88,7 +98,7 @@ def check_capacity(slots: list[Slots]) -> list[str]:
                 explain(
                     f"the placement needs {need:g} {kind} and the cluster has {have.get(kind, 0.0):g}: {missing:g} missing",
                     got=rows,
-                    do="use smaller layouts, a larger cluster" + (", or a smaller cluster.cpu_share_per_process" if kind == "CPU" else ""),
+                    do=f"use smaller layouts, a larger cluster, or {_OTHER_WAYS[kind]}",
                 )
             )
     processes, cores = sum(s.count for s in slots), have.get("CPU", 0.0)
@@ -115,13 +125,12 @@ def reserve(slots: Slots, deadline_s: float) -> PlacementGroup:
 def spawn(cls: type, slots: Slots, group: PlacementGroup, rank: int, *args: object, **env: str) -> ray.actor.ActorHandle:
     """Start ``cls(*args)`` as rank ``rank`` of its group, in a process of its own. Never restarted by Ray: what it held would be gone."""
     passed = {k: os.environ[k] for k in ("GLOO_SOCKET_IFNAME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR") if k in os.environ}
-    hidden = {} if slots.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process that computes on a CPU must not open a GPU by accident
     options = {
         "num_cpus": slots.cpus,
         "num_gpus": slots.gpus,
         "name": None,
         "max_restarts": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        "runtime_env": {"env_vars": WORKER_ENV | ({} if on_gpu() else CPU_WORKER_ENV) | hidden | passed | env},
+        "runtime_env": {"env_vars": WORKER_ENV | ({} if slots.gpus else CPU_WORKER_ENV) | passed | env},
     }
     return ray.remote(cls).options(**options).remote(*args)

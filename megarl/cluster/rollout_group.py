@@ -18,6 +18,7 @@ from megarl.cluster.train_group import TrainGroup
 from megarl.config.schema import RolloutConfig
 from megarl.data.proto import DataProto, Piece
 from megarl.types import GenerationRequest, SampleInfo, SamplingSettings
+from megarl.weights.dtypes import DTYPES
 from megarl.weights.plan import GenerationRank, ReshardPlan, plan_reshard
 
 
@@ -73,15 +74,13 @@ class RolloutGroup:
         """Wait until the engines are up; the result is, for each, what its ranks hold and the facts of its start."""
         return Pending(start_call("start", self.names, [w.layout.remote() for w in self.workers], self.settings.start_deadline_s), list)
 
-    def connect(
-        self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[list[GenerationRank]], bytes_per_element: int
-    ) -> list[ReshardPlan]:
+    def connect(self, actor: TrainGroup, hf_config: dict[str, Any], layouts: list[list[GenerationRank]], dtype: str) -> list[ReshardPlan]:
         """Plan the way of the weights from the actor's ranks into each engine, once for the whole run.
 
-        ``layouts[e]``: the ranks of engine e. ``bytes_per_element``: of the actor's parameters.
+        ``layouts[e]``: the ranks of engine e. ``dtype``: of the actor's parameters.
         """
-        shards = actor.rank_shards(hf_config)
-        plans = [plan_reshard(shards, ranks, bytes_per_element=bytes_per_element) for ranks in layouts]
+        shards = actor.rank_shards(hf_config, dtype)
+        plans = [plan_reshard(shards, ranks, bytes_per_element=DTYPES[dtype].itemsize) for ranks in layouts]
         self._plans = [ray.put(plan) for plan in plans]
         return plans
 

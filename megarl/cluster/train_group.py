@@ -18,6 +18,7 @@ from megarl.config.schema import AlgorithmConfig
 from megarl.data.packing import cut_for_replicas
 from megarl.data.proto import DataProto, Piece
 from megarl.errors import DivergedError, explain
+from megarl.megatron.layers import layer_spec
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
@@ -82,7 +83,7 @@ class TrainGroup:
     # --- start -----------------------------------------------------------------------------------------------------------------
 
     def start(self) -> Pending[list[dict[str, Any]]]:
-        """Let the processes find each other; the result is one record a rank (pid, memory, warning, device, layer spec)."""
+        """Let the processes find each other; the result is one record a rank (pid, memory, warning, device)."""
         deadline = self.settings.start_deadline_s
         address = start_call("start", self.names[:1], [self.workers[0].open_store.remote()], deadline).wait()[0]
 
@@ -99,16 +100,14 @@ class TrainGroup:
         refs = [w.load.remote(name, directory, role, optimizer, share) for w in self.workers]
         return Pending(self._call(f"load {name}", refs, self.settings.start_deadline_s), list)
 
-    def rank_shards(self, hf_config: dict[str, Any]) -> list[RankShard]:
-        """Which slices of the model each rank of the first replica holds, for the reshard plan."""
+    def rank_shards(self, hf_config: dict[str, Any], dtype: str) -> list[RankShard]:
+        """Which slices of a model of ``dtype`` each rank holds, for the reshard plan: replicas too, one of which may be the nearest."""
         family = model_family(hf_config)
         shards = []
-        for rank in range(self.layout.world_size):
-            tensor, data, pipeline = coordinates(self.layout, rank)
-            if data == 0:
-                said = self._ranks[rank]
-                held = family.shard(hf_config, self.layout, tensor, pipeline, spec=said["layer_spec"])
-                shards.append(RankShard(rank, said["device"], held))
+        for rank, said in enumerate(self._ranks):
+            tensor, _, pipeline = coordinates(self.layout, rank)
+            spec = layer_spec(dtype, said["transformer_engine"])
+            shards.append(RankShard(rank, said["device"], family.shard(hf_config, self.layout, tensor, pipeline, spec=spec)))
         return shards
 
     def manifests(self, name: str) -> dict[int, dict[str, Any]]:

@@ -20,11 +20,10 @@ from megarl.cluster.calls import fetch_together
 from megarl.cluster.worker import import_plugins, open_log, process_facts, timed
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
-from megarl.device import device_id, on_gpu, release_cached_memory, synchronize
+from megarl.device import device_id, has_transformer_engine, on_gpu, release_cached_memory, synchronize
 from megarl.errors import SyncError, explain
 from megarl.megatron import checkpoint, cpu, world
 from megarl.megatron.engine import Engine, MicroBatch
-from megarl.megatron.layers import layer_spec
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
@@ -61,7 +60,8 @@ class TrainWorker:
         self.timeout_s, self.seed = timeout_s, seed
         self.engines: dict[str, Engine] = {}
         self.shared: SharedParameters | None = None  # on a CPU
-        self._exported: tuple[tuple[int, ...], dict[str, Any]] | None = None  # on a GPU: addresses, and the manifest made of them
+        # On a GPU: the tensors that engines were told of, and the manifest. Held, so that nothing else can come to lie at their addresses.
+        self._exported: tuple[list[torch.Tensor], dict[str, Any]] | None = None
         self._store: dist.TCPStore | None = None
 
     # --- start -----------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,8 @@ class TrainWorker:
         """Join the group's process groups."""
         store = self._store or dist.TCPStore(host, port, self.layout.world_size, is_master=False)
         self.rank = world.join(self.index, self.layout, store, self.timeout_s, self.seed)
-        return process_facts() | {"warning": cpu.check_version(), "device": device_id(), "layer_spec": layer_spec()}
+        said = {"warning": cpu.check_version(), "device": device_id(), "transformer_engine": has_transformer_engine()}
+        return process_facts() | said
 
     def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None, share: bool) -> dict[str, Any]:
         """Build (or build anew) the model of role ``name`` and load a Hugging Face directory into it.
@@ -84,6 +85,9 @@ class TrainWorker:
         ``share``: put its parameters into memory that generation engines on this host can open.
         """
         with timed() as record:
+            self.engines.pop(name, None)  # two of them need not fit
+            if share:
+                self._exported = None
             engine = Engine(read_hf_config(directory), self.rank, role, optimizer)
             if share:
                 self._share(engine)
@@ -117,9 +121,9 @@ class TrainWorker:
 
     def _manifest_of_gpu(self, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The buffers that Megatron computes with, themselves. Made once for each set of buffers: their handles stay valid."""
-        addresses = tuple(p.data_ptr() for p in parameters.values())
-        if self._exported is None or self._exported[0] != addresses:
-            self._exported = addresses, cuda_ipc.export_tensors(parameters)
+        tensors = list(parameters.values())
+        if self._exported is None or [t.data_ptr() for t in self._exported[0]] != [t.data_ptr() for t in tensors]:
+            self._exported = tensors, cuda_ipc.export_tensors(parameters)
         return self._exported[1]
 
     def _manifest_of_cpu(self, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:

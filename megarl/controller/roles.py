@@ -7,14 +7,13 @@ from typing import Any
 
 from megarl.algo.advantages import needs_values
 from megarl.cluster.calls import wait_all
-from megarl.cluster.placement import check_capacity, reserve, shared_by
+from megarl.cluster.placement import check_capacity, cluster_has_gpus, reserve, shared_by
 from megarl.cluster.reward_worker import RewardGroup, RewardSettings
 from megarl.cluster.rollout_group import RolloutGroup, RolloutSettings
 from megarl.cluster.train_group import GroupSettings, TrainGroup
 from megarl.config.schema import ActorConfig, Config, CriticConfig, OptimConfig
 from megarl.controller.context import Groups, RunPaths
-from megarl.device import on_gpu
-from megarl.megatron.model import DTYPES, Role
+from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
 from megarl.megatron.world import check_layout
 from megarl.types import Layout
@@ -27,7 +26,7 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     Raises PlacementError before anything is started when the cluster has too few slots.
     """
     colocated = config.cluster.placement == "colocated"
-    devices = (0.5 if colocated else 1.0) if on_gpu() else 0.0  # of a GPU, for each process
+    devices = (0.5 if colocated else 1.0) if cluster_has_gpus() else 0.0  # of a GPU, for each process
     actor = _train_settings("actor", config.actor, config, paths, devices)
     critic = _train_settings("critic", config.critic, config, paths, devices) if needs_critic(config) and not colocated else None
     rollout = RolloutSettings(
@@ -60,9 +59,7 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     groups = Groups(actor_group, critic_group, engines_group, RewardGroup(rewards))
     trainers = groups.trainers()
     engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
-    groups.rollout.connect(
-        groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], DTYPES[config.actor.dtype].itemsize
-    )
+    groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], config.actor.dtype)
     names = [*groups.rollout.names, "reward", *(n for g in trainers for n in g.names)]
     facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
     warnings += sorted({f["warning"] for f in facts if f.get("warning")})

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megarl.device import compute_device
+from megarl.device import compute_device, has_transformer_engine
 from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import vocab_parallel_log_probs
 from megarl.megatron.layers import layer_spec
@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, hf_config: dict[str, Any], rank: Rank, role: Role, optimizer: OptimizerSettings | None = None):
         self.hf_config, self.rank, self.role = hf_config, rank, role
         self.device = compute_device()
-        self.spec = layer_spec()
+        self.spec = layer_spec(role.dtype, has_transformer_engine())
         self.model = build_model(hf_config, rank, role, self.spec)
         self.shards = model_family(hf_config).shard(hf_config, rank.layout, rank.tensor, rank.pipeline, head=role.head, spec=self.spec)
         self.vocab_size = int(hf_config["vocab_size"])

@@ -11,14 +11,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.device import has_transformer_engine
 from megarl.megatron.attention import PackedAttention
 from megarl.megatron.norm import RMSNorm
 
 
-def layer_spec() -> str:
-    """What this process builds models from: "te" or "local", the table's words."""
-    return "te" if has_transformer_engine() else "local"
+def layer_spec(dtype: str, transformer_engine: bool) -> str:
+    """What models of ``dtype`` are built from where Transformer Engine is installed or not: "te" or "local", the table's words.
+
+    Transformer Engine's attention over packed sequences computes in bfloat16 alone.
+    """
+    return "te" if transformer_engine and dtype == "bfloat16" else "local"
 
 
 def fusions(spec: str) -> dict[str, Any]:

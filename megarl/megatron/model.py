@@ -21,10 +21,9 @@ from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import ValueHead
 from megarl.megatron.layers import block_spec, fusions
 from megarl.megatron.world import Rank
+from megarl.weights.dtypes import DTYPES
 from megarl.weights.families import model_family
 from megarl.weights.table import padded_vocab_size
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

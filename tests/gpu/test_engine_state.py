@@ -81,6 +81,35 @@ def test_checkpoint(model_dir: Path, tmp_path: Path, distributed: bool, steps_be
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)  # kernels that add in any order round differently
 
 
+def float32_against_hugging_face(rank: Any, model_dir: Path) -> dict[str, Any]:
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megarl.megatron.engine import Engine, MicroBatch
+    from megarl.megatron.model import Role
+    from megarl.weights.families import read_hf_config
+
+    engine = Engine(read_hf_config(model_dir), rank, Role("lm", False, "float32"))
+    engine.load_hf(model_dir)
+    prompts, responses = sequences()
+    ours = engine.forward([MicroBatch(prompts, responses, {})])["log_probs"][0]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").cuda()
+    theirs = []
+    for i in range(len(prompts)):
+        tokens = torch.from_numpy(np.concatenate([prompts[i], responses[i]]).astype(np.int64))[None].cuda()
+        row = model(tokens).logits[0, len(prompts[i]) - 1 : -1].log_softmax(-1)
+        theirs.append(row.gather(1, tokens[0, len(prompts[i]) :, None])[:, 0].detach().cpu().numpy())
+    return {"spec": engine.spec, "error": float(np.abs(ours - np.concatenate(theirs)).max())}
+
+
+def test_float32_takes_local_layers(model_dir: Path) -> None:
+    """Transformer Engine has no packed attention in float32; our own computes it, to float32's rounding."""
+    found = on_one_rank(float32_against_hugging_face, model_dir)
+    assert found["spec"] == "local"
+    assert found["error"] < 1e-4
+
+
 def values_of_a_fresh_critic(rank: Any, model_dir: Path) -> float:
     from megarl.megatron.engine import MicroBatch
 
