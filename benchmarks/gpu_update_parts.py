@@ -102,10 +102,9 @@ def profile(work: Callable[[], Any]) -> None:
         synchronize()
     kernels = sorted(trace.key_averages(), key=lambda k: -k.self_device_time_total)[:20]
     total = sum(k.self_device_time_total for k in trace.key_averages())
-    for kernel in kernels:
-        print(
-            f"{kernel.self_device_time_total / 1000:8.1f} ms {kernel.self_device_time_total / total:5.1%} {kernel.count:5} {kernel.key[:85]}"
-        )
+    for kernel in kernels:  # milliseconds, share, calls, name
+        spent = kernel.self_device_time_total
+        print(f"{spent / 1000:8.1f} ms {spent / total:5.1%} {kernel.count:5} {kernel.key[:90]}")
 
 
 if __name__ == "__main__":

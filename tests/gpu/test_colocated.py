@@ -94,6 +94,8 @@ def test_one_grpo_step(grpo: Context) -> None:
     assert metrics["actor/grad_norm"] > 0
     assert metrics["response_length/mean"] == metrics["response_length/min"] == TOKENS
     assert inside(grpo.groups.actor.workers[0], lambda w: w.engines["actor"].spec) == "te"
+    graphs = inside(grpo.groups.rollout.workers[0], lambda w: w.engine._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name)
+    assert "FULL" in graphs, "decoding must run from CUDA graphs"
 
 
 def step(run: Context) -> dict[str, float]:

@@ -22,9 +22,19 @@ LARGEST = {"logits": 0.03, "log_probs": 0.01, "grad": 0.06}  # relative, whateve
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_one_rank(compare, small_qwen2(tmp_path_factory.mktemp("model"), tied=request.param))
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    models = {name: small_qwen2(tmp_path_factory.mktemp("model"), tied=name == "tied") for name in ("tied", "untied")}
+    return on_one_rank(compare_each, models)
+
+
+@pytest.fixture(params=["tied", "untied"])
+def found(request: pytest.FixtureRequest, both: dict[str, Any]) -> dict[str, Any]:
+    return both[request.param]
+
+
+def compare_each(rank: Any, models: dict[str, Path]) -> dict[str, Any]:
+    return {name: compare(rank, model_dir) for name, model_dir in models.items()}
 
 
 def compare(rank: Any, model_dir: Path) -> dict[str, Any]:
