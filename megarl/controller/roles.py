@@ -13,6 +13,7 @@ from megarl.cluster.rollout_group import RolloutGroup, RolloutSettings
 from megarl.cluster.train_group import GroupSettings, TrainGroup
 from megarl.config.schema import ActorConfig, Config, CriticConfig, OptimConfig
 from megarl.controller.context import Groups, RunPaths
+from megarl.errors import PlacementError, explain
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
 from megarl.megatron.world import check_layout
@@ -25,6 +26,8 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
 
     Raises PlacementError before anything is started when the cluster has too few slots.
     """
+    if cluster_has_gpus():
+        check_weights_can_reach(config)
     colocated = config.cluster.placement == "colocated"
     devices = (0.5 if colocated else 1.0) if cluster_has_gpus() else 0.0  # of a GPU, for each process
     actor = _train_settings("actor", config.actor, config, paths, devices)
@@ -64,6 +67,32 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
     warnings += sorted({f["warning"] for f in facts if f.get("warning")})
     return groups, {"warnings": warnings, "start_by_component_s": {n: f["age_s"] for n, f in zip(names, facts, strict=True)}}
+
+
+def check_weights_can_reach(config: Config) -> None:
+    """On GPUs every engine must find all weights on its own GPU: none go from one GPU to another yet. Raises PlacementError."""
+    layout = config.actor.layout
+    do = "the first version that moves weights between GPUs will lift this"
+    if config.cluster.placement != "colocated":
+        raise PlacementError(
+            explain(
+                "weights can't reach an engine on another GPU yet",
+                where="cluster.placement",
+                got=config.cluster.placement,
+                expected="colocated",
+                do=f"set it to colocated; {do}",
+            )
+        )
+    if layout.tensor * layout.pipeline > 1:
+        raise PlacementError(
+            explain(
+                "weights that are cut over GPUs can't reach an engine on one of them yet",
+                where="actor.layout",
+                got=f"tensor {layout.tensor}, pipeline {layout.pipeline}",
+                expected="1 and 1",
+                do=f"use data-parallel ranks on GPUs; {do}",
+            )
+        )
 
 
 def needs_critic(config: Config) -> bool:
