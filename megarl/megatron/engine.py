@@ -126,7 +126,14 @@ class Engine:
         def with_loss(
             packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            outputs = self._outputs(packed, micro_batch, logits, temperature=temperature, with_entropy=loss.with_entropy)
+            outputs = self._outputs(
+                packed,
+                micro_batch,
+                logits,
+                temperature=temperature,
+                with_entropy=loss.with_entropy,
+                entropy_gradient=loss.entropy_gradient,
+            )
             columns = {n: torch.from_numpy(micro_batch.columns[n].values).to(self.device) for n in loss.needs}
             lengths = torch.from_numpy(micro_batch.responses.lengths).to(self.device)
             value, sums = loss(outputs, columns, lengths, totals)
@@ -136,14 +143,26 @@ class Engine:
         return self._sum_over_group(collected)
 
     def _outputs(
-        self, packed: PackedTokens, micro_batch: MicroBatch, logits: torch.Tensor, *, temperature: float, with_entropy: bool
+        self,
+        packed: PackedTokens,
+        micro_batch: MicroBatch,
+        logits: torch.Tensor,
+        *,
+        temperature: float,
+        with_entropy: bool,
+        entropy_gradient: bool = False,
     ) -> dict[str, torch.Tensor]:
         """What the model says at the response tokens. ``logits``: [1, T, V / tp], or [1, T, 1] of a value head."""
         at_responses = logits[0].index_select(0, packed.predictors)
         if self.role.head == "value":
             return {"values": at_responses[:, 0].float(), "last_values": logits[0].index_select(0, packed.finals)[:, 0].float()}
         log_probs, entropy = vocab_parallel_log_probs(
-            at_responses, packed.targets, vocab_size=self.vocab_size, temperature=temperature, with_entropy=with_entropy
+            at_responses,
+            packed.targets,
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
         )
         return {"log_probs": log_probs} | ({"entropy": entropy} if entropy is not None else {})
 

@@ -37,6 +37,11 @@ class PolicyLossSpec:
     needs: tuple[str, ...] = ("log_probs", "advantages")
     with_entropy: bool = True
 
+    @property
+    def entropy_gradient(self) -> bool:
+        """Without a bonus the entropy is a metric alone."""
+        return self.config.entropy_coef != 0
+
     def __call__(self, outputs: Columns, columns: Columns, lengths: torch.Tensor, totals: MiniBatchTotals) -> tuple[torch.Tensor, Sums]:
         weights = token_weights(lengths, self.config.loss_aggregation, total_tokens=totals.tokens, total_samples=totals.samples)
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -61,6 +66,7 @@ class ValueLossSpec:
 
     needs: tuple[str, ...] = ("values", "returns")
     with_entropy: bool = False
+    entropy_gradient: bool = False
 
     def __call__(self, outputs: Columns, columns: Columns, lengths: torch.Tensor, totals: MiniBatchTotals) -> tuple[torch.Tensor, Sums]:
         per_token, clipped = clipped_value_loss(outputs["values"], columns["values"], columns["returns"], clip=self.clip)
@@ -78,10 +84,11 @@ class SupervisedLossSpec:
 
     needs: tuple[str, ...] = ()
     with_entropy: bool = False
+    entropy_gradient: bool = False
 
     def __call__(self, outputs: Columns, columns: Columns, lengths: torch.Tensor, totals: MiniBatchTotals) -> tuple[torch.Tensor, Sums]:
         loss = -outputs["log_probs"].sum() / totals.tokens
         return loss, {"loss": loss.detach()}
 
 
-LossSpec = Any  # one of the above: ``needs``, ``with_entropy`` and the call
+LossSpec = Any  # one of the above: ``needs``, ``with_entropy``, ``entropy_gradient`` and the call
