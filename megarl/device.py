@@ -69,6 +69,7 @@ def synchronize() -> None:
 def release_cached_memory() -> None:
     """Give memory that no tensor uses back to the device, for other processes on it. No-op on a CPU."""
     if on_gpu():
+        torch.cuda.ipc_collect()  # buffers that others had open and have closed
         torch.cuda.empty_cache()
 
 

@@ -86,7 +86,7 @@ class RolloutGroup:
 
     def sleep(self) -> float:
         """Let engines that share devices give the memory back; they hold no weights until the next sync. Returns seconds."""
-        if not self.settings.shares_devices or self.version < 0:
+        if not self.settings.shares_devices:
             return 0.0
         self.version = -1
         return max(start_call("sleep", self.names, [w.sleep.remote() for w in self.workers], self.settings.call_deadline_s).wait())

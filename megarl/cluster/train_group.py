@@ -115,10 +115,6 @@ class TrainGroup:
         found = self._call("share weights", [w.manifest.remote(name) for w in self.workers]).wait()
         return dict(enumerate(found))
 
-    def release_memory(self) -> Pending[list[None]]:
-        """Let every rank give memory that it doesn't use back to its device."""
-        return Pending(self._call("release memory", [w.release_memory.remote() for w in self.workers]), list)
-
     def facts(self) -> dict[str, dict[str, Any]]:
         """Worker name -> process id and memory."""
         return dict(zip(self.names, self._call("facts", [w.facts.remote() for w in self.workers]).wait(), strict=True))

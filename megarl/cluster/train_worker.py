@@ -85,9 +85,10 @@ class TrainWorker:
         ``share``: put its parameters into memory that generation engines on this host can open.
         """
         with timed() as record:
-            self.engines.pop(name, None)  # two of them need not fit
             if share:
                 self._exported = None
+            if name in self.engines:
+                self.engines.pop(name).discard()  # two of them need not fit
             engine = Engine(read_hf_config(directory), self.rank, role, optimizer)
             if share:
                 self._share(engine)
@@ -136,10 +137,6 @@ class TrainWorker:
             if parameter.data_ptr() != self.shared.tensors[key].data_ptr():
                 self.shared.tensors[key].copy_(parameter)
         return self.shared.manifest()
-
-    def release_memory(self) -> None:
-        """Give memory that no tensor uses back to the device, for other processes on it."""
-        release_cached_memory()
 
     def facts(self) -> dict[str, Any]:
         """Process id and memory."""

@@ -242,6 +242,18 @@ def _check_placement(config: Config) -> None:
                 do="give both the same layout, or set cluster.placement to separate",
             )
         )
+    layout = config.actor.layout
+    ranks = layout.tensor * layout.pipeline * layout.context * layout.data
+    if config.rollout.engines != ranks:
+        raise ConfigError(
+            explain(
+                "colocated, each of the actor's ranks has one engine beside it",
+                where="rollout.engines",
+                got=config.rollout.engines,
+                expected=f"{ranks}, the ranks of actor.layout",
+                do=f"set it to {ranks}, or set cluster.placement to separate",
+            )
+        )
     if config.rollout.tensor_parallel != 1:
         raise ConfigError(
             explain(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megarl.controller.child import run_to_end
 from megarl.errors import EXIT_DONE, ConfigError, WorkerError, explain
 
 RECIPE = "recipes/demo-cpu.yaml"
@@ -35,7 +34,7 @@ def _run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
         )
     began = time.monotonic()
     command = [sys.executable, "-m", "megarl.cli.main", "train", RECIPE, f"run.seed={seed}", f"run.dir={directory}", *overrides]
-    code = subprocess.run(command, stdout=sys.stderr, check=False, env=os.environ).returncode
+    code = run_to_end(command)
     if code != EXIT_DONE:
         raise WorkerError(explain(f"the demo with seed {seed} ended with code {code}", where=str(directory), do="look at its logs"))
     return summarise(seed, directory, time.monotonic() - began)

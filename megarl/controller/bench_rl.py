@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import time
 from math import prod
@@ -17,6 +16,7 @@ from megarl.config.load import load_config
 from megarl.config.model_sizes import model_directories
 from megarl.config.schema import Config
 from megarl.controller.bench_rl_table import tables
+from megarl.controller.child import run_to_end
 from megarl.errors import EXIT_DONE, ConfigError, WorkerError, explain
 from megarl.observe.metric_names import AFTER_THE_STEP
 from megarl.observe.metrics import read_metrics
@@ -46,15 +46,18 @@ def bench_rl(
     if warmup < 0 or steps < 1:
         raise ConfigError(explain("nothing to time", got=f"{warmup} warm-up and {steps} timed steps", expected="0 or more, and 1 or more"))
     recipe, directory = find_recipe(workload), Path(out) / workload
-    if directory.exists():
+    if (directory / "metrics.jsonl").exists():
         raise ConfigError(
             explain(
-                "the run directory of this workload exists; its figures would be those of a resume",
+                "the run directory of this workload has steps already; the figures would be those of a resume",
                 where=str(directory),
-                do="remove it, or name another place by --out",
+                do="remove it when no run goes on in it, or name another place by --out",
             )
         )
     given = list(overrides or [])
+    for key in ("run.dir", "run.total_steps"):
+        if any(override.partition("=")[0] == key for override in given):
+            raise ConfigError(explain(f"{key} is the benchmark's own", got=given, do="use --out, --warmup and --steps"))
     fixed = [f"run.dir={directory}", f"run.total_steps={warmup + steps}"]
     config = load_config(recipe, given + fixed)
     check_config(config)
@@ -79,19 +82,21 @@ def bench_rl(
 
 def find_recipe(workload: str) -> Path:
     """The recipe of a workload by its name. Raises ConfigError that names those there are."""
-    recipe = RECIPES / f"{workload}.yaml"
-    if not recipe.is_file():
-        names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if workload not in names:
         do = "name one of them" if names else "run the command where the directory recipes/ is"
-        raise ConfigError(explain(f"no workload {workload}", where=str(RECIPES), got=str(recipe), expected=names or "recipes", do=do))
-    return recipe
+        raise ConfigError(
+            explain(f"no workload {workload}", where=str(RECIPES), got=workload, expected=", ".join(names) or "recipes", do=do)
+        )
+    return RECIPES / f"{workload}.yaml"
 
 
 def _run(command: list[str], what: str, where: str = "") -> None:
-    """Run to the end, with all output on stderr: stdout is for the figures."""
-    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    """Run to the end. Raises ConfigError or WorkerError, as the command's own exit code says."""
+    code = run_to_end(command)
     if code != EXIT_DONE:
-        raise WorkerError(explain(f"{what} ended with code {code}", where=where, do="look at its output above, and at the logs of its run"))
+        kind = ConfigError if code == ConfigError.exit_code else WorkerError
+        raise kind(explain(f"{what} ended with code {code}", where=where, do="look at its output above, and at the logs of its run"))
 
 
 def summarise(config: Config, directory: Path, warmup: int) -> dict[str, Any]:

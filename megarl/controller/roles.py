@@ -63,6 +63,7 @@ def start_groups(config: Config, paths: RunPaths) -> tuple[Groups, dict[str, Any
     trainers = groups.trainers()
     engines, rewards, *ranks = wait_all(groups.rollout.start(), groups.rewards.start(), *[g.start() for g in trainers])
     groups.rollout.connect(groups.actor, read_hf_config(config.model), [layout for layout, _ in engines], config.actor.dtype)
+    groups.rollout.sleep()  # where devices are shared, the trainers come first
     names = [*groups.rollout.names, "reward", *(n for g in trainers for n in g.names)]
     facts = [*(f for _, f in engines), *rewards, *(f for group in ranks for f in group)]
     warnings += sorted({f["warning"] for f in facts if f.get("warning")})

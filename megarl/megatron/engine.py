@@ -5,6 +5,7 @@ Each data-parallel replica works on its own rows; all tensor and pipeline ranks 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megarl.device import compute_device, has_transformer_engine
+from megarl.device import compute_device, has_transformer_engine, release_cached_memory
 from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import vocab_parallel_log_probs
 from megarl.megatron.layers import layer_spec
@@ -77,6 +78,17 @@ class Engine:
         self.optimizer = build_optimizer(self.model, settings, self.role.dtype)
         self.config.finalize_model_grads_func = _finalize_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def discard(self) -> None:
+        """Free model and optimizer; the engine is of no use afterwards.
+
+        By themselves they would live on: the optimizer's view of a float32 parameter refers to autograd's graph, the graph by a hook to the
+        model, and the model's configuration to the optimizer, and Python can't see the graph's part of that circle.
+        """
+        self.config.grad_scale_func = None
+        self.model = self.optimizer = None
+        gc.collect()
+        release_cached_memory()
 
     @property
     def config(self) -> Any:

@@ -51,7 +51,7 @@ def vocab_parallel_log_probs(
         vocab_size: columns at and behind it are padding and have probability 0, as vLLM has it.
         temperature: logits are divided by it first, as they were when the tokens were drawn.
         with_entropy: also compute -sum p log p, nats.
-        entropy_gradient: False: the entropy is only looked at. Its backward pass is a fifth of an update's at a large vocabulary.
+        entropy_gradient: False: the entropy is only looked at, and a large vocabulary is spared its backward pass.
 
     Returns:
         log-probs [R] and entropy [R] or None, float32, the same on all tensor-parallel ranks; differentiable.

@@ -58,7 +58,7 @@ class RolloutEngine:
         self.max_prompt_tokens = max_prompt_tokens
         self.version = _NO_VERSION  # of the weights in use
         self._frees_memory = shares_device and on_gpu()  # vLLM can't do so on a CPU, whose memory is nobody's share
-        self._asleep = False
+        self._sleeping: set[str] = set()  # of vLLM's kinds of memory
         self._llm = start_vllm(str(model_dir), config, max_prompt_tokens, seed, hf_config, can_sleep=self._frees_memory)
 
     def layout(self) -> list[GenerationRank]:
@@ -73,9 +73,9 @@ class RolloutEngine:
         """Give the device's memory back (CUDA graphs and communicators stay); the weights are gone until the next sync. Returns seconds."""
         began = time.monotonic()
         self.version = _NO_VERSION
-        if self._frees_memory and not self._asleep:
+        if self._frees_memory and not self._sleeping:
             self._llm.sleep(level=2)
-            self._asleep = True
+            self._sleeping = {"weights", "kv_cache"}
         return time.monotonic() - began
 
     def sync(self, plan: ReshardPlan, manifests: Mapping[int, Mapping[str, Any]], version: int, check: bool) -> SyncReport:
@@ -86,7 +86,7 @@ class RolloutEngine:
             manifests: training rank -> manifest of its parameters (:mod:`megarl.weights.shared`, :mod:`megarl.weights.cuda_ipc`).
             check: compare every slice with its source, byte for byte, after copying.
 
-        Raises SyncError; the engine then refuses to generate until a sync succeeds.
+        Raises SyncError; the engine then refuses to generate until a sync succeeds. One that slept stays as far awake as it came.
         """
         if version <= _NO_VERSION:
             raise SyncError(explain("not a version of weights", got=version, expected="0 or more"))
@@ -97,7 +97,6 @@ class RolloutEngine:
         reports = _results(self._llm.collective_rpc("megarl_sync", args=(plain, dict(manifests), check)))
         # Last, so that the trainer's weights and the cache need not fit beside each other.
         wake_cache = self._wake("kv_cache")
-        self._asleep = False
         if not self._llm.reset_prefix_cache():
             raise SyncError(explain("requests are in flight during a sync", do="wait for generate() to return"))
         self.version = version
@@ -108,8 +107,9 @@ class RolloutEngine:
     def _wake(self, tag: str) -> float:
         """Take memory for vLLM's "weights" or "kv_cache" again, with nothing in it. Returns seconds."""
         began = time.monotonic()
-        if self._asleep:
+        if tag in self._sleeping:
             self._llm.wake_up(tags=[tag])
+            self._sleeping.remove(tag)
         return time.monotonic() - began
 
     def generate(self, requests: Sequence[GenerationRequest], prompts: Ragged, sampling: SamplingSettings) -> Generated:

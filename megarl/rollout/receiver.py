@@ -87,12 +87,10 @@ class WeightReceiver:
         """The parameters of one training rank. CUDA buffers stay open from sync to sync, until the rank has others."""
         if manifest["kind"] != "cuda":
             return open_shared(manifest)
-        token, tensors = self.megarl_opened.get(rank, ("", {}))
-        if token != manifest["token"]:
-            self.megarl_opened.pop(rank, None)
-            tensors = open_exported(manifest)
-            self.megarl_opened[rank] = manifest["token"], tensors
-        return tensors
+        if rank not in self.megarl_opened or self.megarl_opened[rank][0] != manifest["token"]:
+            self.megarl_opened.pop(rank, None)  # closed first: two of them need not fit
+            self.megarl_opened[rank] = manifest["token"], open_exported(manifest)
+        return self.megarl_opened[rank][1]
 
 
 def _answer(action: Callable[[], Any]) -> Answer:

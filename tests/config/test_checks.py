@@ -68,6 +68,9 @@ def test_mini_batches_divide_over_data_parallel_ranks() -> None:
     assert "64 / 3 data-parallel ranks = 21.3333 samples a rank" in message and "a multiple of 3" in message
 
 
+COLOCATED = "cluster.placement=colocated critic.layout.pipeline=1 critic.layout.tensor=2 rollout.engines=2"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -99,7 +102,8 @@ def test_mini_batches_divide_over_data_parallel_ranks() -> None:
         ("cluster.cpu_share_per_process=0", "more than 0"),
         ("cluster.placement=colocate", "did you mean colocated?"),
         ("cluster.placement=colocated", "cut as the actor is"),
-        ("cluster.placement=colocated critic.layout.pipeline=1 critic.layout.tensor=2 rollout.tensor_parallel=2", "not supported yet"),
+        (COLOCATED + " rollout.tensor_parallel=2", "not supported yet"),
+        (COLOCATED + " rollout.engines=1", "set it to 2, or set cluster.placement to separate"),
         ("run.save_every_steps=-2", "-1 or more"),
         ("rollout.kv_cache_mib=-1", "0 or more"),
         ("algorithm.critic_warmup_steps=75 run.total_steps=75", "less than 75 = run.total_steps"),
@@ -120,7 +124,7 @@ def test_refusals(override: str, says: str) -> None:
         "algorithm.kl.coef=0 algorithm.kl.where=none",
         "algorithm.kl.horizon=26",
         "algorithm.kl.horizon=25 algorithm.kl.controller=fixed",
-        "cluster.placement=colocated critic.layout.pipeline=1 critic.layout.tensor=2",
+        COLOCATED,
         "run.save_every_steps=-1",
     ],
 )

@@ -160,9 +160,14 @@ def test_a_workload_without_recipe_or_steps_or_with_old_figures_is_refused(tmp_p
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="C0, S0, S1, S4"):
         bench.bench_rl("S9", 1, 1)
+    with pytest.raises(ConfigError, match="C0, S0, S1, S4"):
+        bench.bench_rl("../demo-cpu", 1, 1)
+    with pytest.raises(ConfigError, match="run.total_steps is the benchmark's own"):
+        bench.bench_rl("C0", 1, 1, out=str(tmp_path), overrides=["run.total_steps=3"])
     with pytest.raises(ConfigError, match="nothing to time"):
         bench.bench_rl("C0", 1, 0)
     (tmp_path / "C0").mkdir()
+    (tmp_path / "C0" / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="those of a resume"):
         bench.bench_rl("C0", 1, 1, out=str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -26,13 +26,14 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(workload: Path, run_dir: Path, **changes: Any) -> list[dict[str, float]]:
-    """Two PPO steps with a critic, actor and critic cut by tensor parallelism; the metrics without clocks."""
+    """Three PPO steps, in the first of which the critic learns alone; both cut by tensor parallelism. The metrics without clocks."""
     values = {
         "model": workload / "model",
         "data.train_files": f"[{workload / 'train.parquet'}]",
         "reward.path": ROOT / "recipes" / "bench" / "reward.py",
         "run.dir": run_dir,
-        "run.total_steps": 2,
+        "run.total_steps": 3,
+        "algorithm.critic_warmup_steps": 1,
         "algorithm.advantage_estimator": "gae",
         "actor.layout.tensor": 2,
         "actor.optim.lr": 1e-3,
@@ -52,8 +53,12 @@ def train(workload: Path, run_dir: Path, **changes: Any) -> list[dict[str, float
 def test_colocated_equals_separate(workload: Path, tmp_path: Path) -> None:
     colocated = train(workload, tmp_path / "colocated", **{"cluster.placement": "colocated"})
     separate = train(workload, tmp_path / "separate", **{"cluster.placement": "separate"})
-    assert len(colocated) == 2
+    assert len(colocated) == 3
     assert colocated[1]["critic/values/max"] != 0.0, "the critic must have learnt"
+    assert colocated[2]["actor/reward_kl_penalty"] != 0.0, "and the actor"
+    # Before the second step the actor hasn't changed: engines that slept are given its weights again, others have them still.
+    received = [[step.pop("perf/sync_gb") > 0 for step in run] for run in (colocated, separate)]
+    assert received == [[True, True, True], [True, False, True]]
     assert colocated == separate
     logs = {path.name for path in (tmp_path / "colocated" / "logs").iterdir()}
     assert not any("critic" in name for name in logs), f"a colocated critic has no processes of its own: {logs}"

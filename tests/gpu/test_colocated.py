@@ -27,6 +27,7 @@ from megarl.controller.residency import to_generation, to_training
 from megarl.controller.roles import load_roles, start_groups
 from megarl.controller.run import new_context
 from megarl.controller.step import ppo_step
+from megarl.device import release_cached_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 # Mean difference of a token's log-prob, nats: both sides round logits of about 1 to 8 bits, by different kernels. 0.009 was measured, and
@@ -168,7 +169,7 @@ def test_five_sleeps_without_growth(grpo: Context) -> None:
     asleep, awake, gaps = [], [], []
     for _ in range(5):
         gaps.append(gap(grpo, drawn(grpo)))
-        inside(trainer, lambda w: w.release_memory())
+        inside(trainer, lambda w: release_cached_memory())
         asleep.append(free_bytes(trainer))
         to_generation(grpo)
         awake.append(free_bytes(engine))
@@ -178,6 +179,21 @@ def test_five_sleeps_without_growth(grpo: Context) -> None:
     assert awake[0] - awake[-1] <= 16 * MIB
     assert min(asleep) - max(awake) > 1000 * MIB, "sleeping must free the weights at the least"
     assert max(gaps) < ROUNDING
+
+
+def test_a_reloaded_model_takes_the_place_of_the_old(grpo: Context) -> None:
+    """The warm start loads the actor anew. The engine then has the new one's weights, and nobody keeps the old one's memory."""
+    trainer = grpo.groups.actor.workers[0]
+    free = []
+    for _ in range(3):
+        load_roles(grpo.groups, grpo.config, grpo.config.model)
+        grpo.version += 1
+        gaps = gap(grpo, drawn(grpo))
+        inside(trainer, lambda w: release_cached_memory())
+        free.append(free_bytes(trainer))
+        assert gaps < ROUNDING
+    print(f"free after each reload, MiB: {[x // MIB for x in free]}")
+    assert free[0] - free[-1] <= 64 * MIB
 
 
 def free_bytes(worker: Any) -> int:
