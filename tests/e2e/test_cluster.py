@@ -14,15 +14,14 @@ import pytest
 import ray
 
 from megarl.checkpoint.store import CheckpointStore
-from megarl.cluster.placement import Slots, check_capacity, start_cluster
+from megarl.cluster.placement import Slots, check_capacity
 from megarl.config.load import load_config
-from megarl.controller.context import Context, RunPaths
-from megarl.controller.prepare import prepare as prepare_run
-from megarl.controller.roles import load_roles, start_groups
-from megarl.controller.run import new_context, save
+from megarl.controller.context import Context
+from megarl.controller.run import save
 from megarl.controller.step import ppo_step
 from megarl.errors import PlacementError, WorkerError
 from tests.e2e.demo import RECIPE, prepare, short
+from tests.e2e.started import started
 
 pytestmark = pytest.mark.cluster
 
@@ -32,18 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
     data = prepare(tmp_path_factory.mktemp("demo"))
     directory = tmp_path_factory.mktemp("runs") / "run"
     changes = {"warm_start.enabled": "false", "cluster.call_deadline_s": 20, "cluster.save_deadline_s": 20}
-    config = load_config(RECIPE, short(data, directory, **changes))
-    paths = RunPaths(directory)
-    prepared = prepare_run(config, paths)
-    start_cluster(None)
-    try:
-        groups, _ = start_groups(config, paths)
-        context = new_context(config, paths, groups, prepared)
-        load_roles(groups, config, config.model)
-        context.version += 1
-        yield context
-    finally:
-        ray.shutdown()
+    yield from started(load_config(RECIPE, short(data, directory, **changes)))
 
 
 def test_no_token_reaches_the_controller(run: Context) -> None:

@@ -18,16 +18,14 @@ import ray
 import torch
 from safetensors import safe_open
 
-from megarl.cluster.placement import start_cluster
 from megarl.config.checks import check_config
 from megarl.config.load import load_config
-from megarl.controller.context import Context, RunPaths, sample_requests
-from megarl.controller.prepare import prepare as prepare_run
+from megarl.controller.context import Context, sample_requests
 from megarl.controller.residency import to_generation, to_training
-from megarl.controller.roles import load_roles, start_groups
-from megarl.controller.run import new_context
+from megarl.controller.roles import load_roles
 from megarl.controller.step import ppo_step
 from megarl.device import release_cached_memory
+from tests.e2e.started import started
 
 ROOT = Path(__file__).resolve().parents[2]
 # Mean difference of a token's log-prob, nats: both sides round logits of about 1 to 8 bits, by different kernels. 0.009 was measured, and
@@ -50,7 +48,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def started(recipe: str, workload: Path, directory: Path, **changes: Any) -> Iterator[Context]:
+def small(recipe: str, workload: Path, directory: Path, **changes: Any) -> Iterator[Context]:
     """A run of a benchmark recipe in small, ready for its first step."""
     values = {
         "model": workload / "model",
@@ -66,22 +64,12 @@ def started(recipe: str, workload: Path, directory: Path, **changes: Any) -> Ite
     }
     config = load_config(ROOT / "recipes" / "bench" / recipe, [f"{k}={v}" for k, v in {**values, **changes}.items()])
     check_config(config)
-    paths = RunPaths(directory)
-    prepared = prepare_run(config, paths)
-    start_cluster(None)
-    try:
-        groups, _ = start_groups(config, paths)
-        context = new_context(config, paths, groups, prepared)
-        load_roles(groups, config, config.model)
-        context.version += 1
-        yield context
-    finally:
-        ray.shutdown()
+    yield from started(config)
 
 
 @pytest.fixture(scope="module")
 def grpo(workload: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
-    yield from started("S0.yaml", workload, tmp_path_factory.mktemp("runs") / "grpo", **{"rollout.prompts_per_step": SAMPLES // 8})
+    yield from small("S0.yaml", workload, tmp_path_factory.mktemp("runs") / "grpo", **{"rollout.prompts_per_step": SAMPLES // 8})
 
 
 def inside(worker: Any, look: Callable[[Any], Any]) -> Any:
@@ -204,7 +192,7 @@ def test_one_ppo_step(workload: Path, tmp_path: Path, grpo: Context) -> None:
     """Last of this file: it ends the cluster of the tests above."""
     ray.shutdown()
     sizes = {"rollout.prompts_per_step": SAMPLES, "critic.samples_per_mini_batch": SAMPLES, "critic.optim.lr": 1e-4}
-    for run in started("S4.yaml", workload, tmp_path / "ppo", **sizes):
+    for run in small("S4.yaml", workload, tmp_path / "ppo", **sizes):
         assert run.groups.critic is run.groups.actor, "on one GPU all three models live in one process"
         first, second = step(run), step(run)
         assert first["critic/values/max"] == 0.0, "a fresh critic says 0"

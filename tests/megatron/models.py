@@ -21,32 +21,48 @@ HOSTILE_LENGTHS = {
 }
 
 
-def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """4 layers, hidden 64, 4 heads over 2 groups; weights large enough that a wrong one shows."""
+def random_qwen2(
+    directory: Path,
+    *,
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    spread: float,
+    positions: int = 128,
+    tied: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """4 layers, 4 heads over 2 groups; biases and norms that are not 0 and 1, and weights of ``spread``, so that a wrong one shows."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
-        initializer_range=0.15,
+        initializer_range=spread,
     )
     model = Qwen2ForCausalLM(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 
-def sequences(lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Ragged, Ragged]:
+def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Heads of 16."""
+    return random_qwen2(directory, vocab=VOCAB, hidden=64, ffn=96, spread=0.15, tied=tied, seed=seed)
+
+
+def sequences(lengths: list[tuple[int, int]], seed: int = 0, vocab: int = VOCAB) -> tuple[Ragged, Ragged]:
     """Random prompts and responses of these lengths."""
     rng = np.random.default_rng(seed)
-    prompts = Ragged.from_list([rng.integers(0, VOCAB, size=p) for p, _ in lengths], np.int32)
-    responses = Ragged.from_list([rng.integers(0, VOCAB, size=r) for _, r in lengths], np.int32)
+    prompts = Ragged.from_list([rng.integers(0, vocab, size=p) for p, _ in lengths], np.int32)
+    responses = Ragged.from_list([rng.integers(0, vocab, size=r) for _, r in lengths], np.int32)
     return prompts, responses

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megarl.weights.families import read_hf_config
+from tests.megatron.models import random_qwen2
 from tests.rollout.session import MAX_RESPONSE, SAMPLING, STOPS, VOCAB, prompts_and_requests
 from tests.weights import reference
 
@@ -31,24 +32,7 @@ DRAWN = ("responses", "log_prob_bits", "truncated")
 def make_models(directory: Path, *, tied: bool) -> Path:
     """Two models of one shape, "first" and "second", with weights large enough that a wrong one shows."""
     for seed, name in enumerate(("first", "second")):
-        torch.manual_seed(seed)
-        config = Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=128,
-            intermediate_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-            initializer_range=0.1,
-        )
-        model = Qwen2ForCausalLM(config).float()
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.endswith("bias") or "norm" in key:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-        model.save_pretrained(directory / name)
+        random_qwen2(directory / name, vocab=VOCAB, hidden=128, ffn=192, spread=0.1, tied=tied, seed=seed)
     return directory
 
 
