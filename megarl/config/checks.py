@@ -8,7 +8,9 @@ from math import lcm
 from typing import Any
 
 from megarl.config.load import nearest
-from megarl.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig
+from megarl.config.placement_checks import check_layout, check_placement
+from megarl.config.schedule_checks import check_schedule
+from megarl.config.schema import ActorConfig, Config, CriticConfig
 from megarl.errors import ConfigError, explain
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -22,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl.controller": ("adaptive", "fixed"),
     "reward.on_failure": ("drop_group", "zero", "abort"),
     "cluster.placement": ("separate", "colocated"),
+    **{f"{role}.optim.schedule": ("constant", "linear", "cosine") for role in ("actor", "critic")},
 }
 
 # Names that a plugin may add to; without plugins these are all there are.
@@ -42,7 +45,6 @@ _CLIP: Range = (lambda x: 0 < x < 1, "between 0 and 1")
 _DECAY: Range = (lambda x: all(0 <= beta < 1 for beta in x), "each from 0 to below 1")
 
 _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data")
-_UNSUPPORTED_SIZES = ("virtual_pipeline", "context", "expert", "expert_tensor")  # only 1 for now
 
 RANGES: dict[str, Range] = {
     "run.seed": _AT_LEAST_0,
@@ -57,7 +59,7 @@ RANGES: dict[str, Range] = {
     **{
         f"{role}.optim.{name}": _AT_LEAST_0
         for role in ("actor", "critic")
-        for name in ("lr", "lr_warmup_steps", "weight_decay", "clip_grad")
+        for name in ("lr", "lr_warmup_steps", "schedule_steps", "lr_min", "weight_decay", "clip_grad")
     },
     **{f"{role}.optim.betas": _DECAY for role in ("actor", "critic")},
     **{f"{role}.optim.eps": _POSITIVE for role in ("actor", "critic")},
@@ -102,8 +104,10 @@ def check_config(config: Config) -> list[str]:
     """Raise ConfigError for the first thing that can't be run; else the lines to print: batch arithmetic, then warnings."""
     _check_choices(config)
     _check_ranges(config)
-    _check_layout(config.actor.layout, "actor.layout")
-    _check_layout(config.critic.layout, "critic.layout")
+    check_layout(config.actor.layout, "actor.layout")
+    check_layout(config.critic.layout, "critic.layout")
+    for role in _trained_roles(config):
+        check_schedule(value_of(config, role).optim, f"{role}.optim")
     _check_algorithm(config)
     _check_kl(config)
     _check_warm_start(config)
@@ -116,7 +120,7 @@ def check_config(config: Config) -> list[str]:
                 expected="equal types",
             )
         )
-    _check_placement(config)
+    check_placement(config, with_critic="critic" in _trained_roles(config))
     if config.run.eval_every_steps and not config.data.val_files:
         where = "run.eval_every_steps"
         raise ConfigError(explain("evaluation without held-out data", where=where, do="name data.val_files, or set it to 0"))
@@ -143,23 +147,6 @@ def _check_ranges(config: Config) -> None:
         got = value_of(config, key)
         if not holds(got):
             raise ConfigError(explain(f"{key} is out of range", got=got, expected=expected))
-
-
-def _check_layout(layout: LayoutConfig, where: str) -> None:
-    if layout.sequence_parallel and layout.tensor == 1:
-        raise ConfigError(
-            explain(
-                "sequence parallelism without tensor parallelism",
-                where=where,
-                got="sequence_parallel: true, tensor: 1",
-                expected="tensor of 2 or more: sequence-parallel ranks are the tensor-parallel ranks",
-                do="set sequence_parallel to false, or raise tensor",
-            )
-        )
-    for name in _UNSUPPORTED_SIZES:
-        size = value_of(layout, name)
-        if size != 1:
-            raise ConfigError(explain("a layout that is not supported yet", where=f"{where}.{name}", got=size, expected=1))
 
 
 def _check_algorithm(config: Config) -> None:
@@ -224,44 +211,6 @@ def _check_kl(config: Config) -> None:
                 got=f"{kl.horizon}; {MAX_KL_CHANGE} x {samples} samples a step / {kl.horizon} = {MAX_KL_CHANGE * samples / kl.horizon:g}",
                 expected=f"more than {MAX_KL_CHANGE} x {samples} = {MAX_KL_CHANGE * samples:g}",
                 do="raise algorithm.kl.horizon, or draw fewer samples a step",
-            )
-        )
-
-
-def _check_placement(config: Config) -> None:
-    """Colocated roles share processes and devices, rank by rank."""
-    if config.cluster.placement != "colocated":
-        return
-    if "critic" in _trained_roles(config) and config.critic.layout != config.actor.layout:
-        raise ConfigError(
-            explain(
-                "a colocated critic lives in the actor's processes, and is cut as the actor is",
-                where="critic.layout",
-                got=config.critic.layout,
-                expected=f"{config.actor.layout}, as actor.layout",
-                do="give both the same layout, or set cluster.placement to separate",
-            )
-        )
-    layout = config.actor.layout
-    ranks = layout.tensor * layout.pipeline * layout.context * layout.data
-    if config.rollout.engines != ranks:
-        raise ConfigError(
-            explain(
-                "colocated, each of the actor's ranks has one engine beside it",
-                where="rollout.engines",
-                got=config.rollout.engines,
-                expected=f"{ranks}, the ranks of actor.layout",
-                do=f"set it to {ranks}, or set cluster.placement to separate",
-            )
-        )
-    if config.rollout.tensor_parallel != 1:
-        raise ConfigError(
-            explain(
-                "a colocated engine of several ranks is not supported yet",
-                where="rollout.tensor_parallel",
-                got=config.rollout.tensor_parallel,
-                expected=1,
-                do="set it to 1 with one engine on each of the actor's devices, or set cluster.placement to separate",
             )
         )
 

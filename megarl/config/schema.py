@@ -51,6 +51,9 @@ class LayoutConfig:
 class OptimConfig:
     lr: float = 1e-6  # learning rate
     lr_warmup_steps: int = 0  # PPO steps over which the learning rate rises linearly to lr
+    schedule: str = "constant"  # after the warm-up: constant | linear | cosine
+    schedule_steps: int = 0  # PPO step at which a linear or cosine schedule has reached lr_min
+    lr_min: float = 0.0  # learning rate at the end of a linear or cosine schedule
     betas: tuple[float, float] = (0.9, 0.95)  # Adam's decay rates
     eps: float = 1e-8  # Adam's epsilon
     weight_decay: float = 0.0  # decoupled weight decay

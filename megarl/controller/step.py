@@ -22,9 +22,10 @@ from functools import partial
 
 import numpy as np
 
+from megarl.algo.schedules import learning_rate
 from megarl.cluster.calls import METER, Pending, wait_all
 from megarl.cluster.train_group import TrainGroup, UpdateResult
-from megarl.config.schema import ActorConfig, CriticConfig, OptimConfig
+from megarl.config.schema import ActorConfig, CriticConfig
 from megarl.controller import metrics
 from megarl.controller.context import Context, sample_requests
 from megarl.controller.residency import to_generation, to_training
@@ -137,11 +138,6 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
 
 def _rows_of_steps(run: Context, batch: DataProto, part: ActorConfig | CriticConfig, group: TrainGroup) -> list[list[int]]:
     return mini_batches(len(batch), run.samples_per_step, part.samples_per_mini_batch, part.epochs_per_step, group.layout.data)
-
-
-def learning_rate(optim: OptimConfig, step: int) -> float:
-    """Linear warm-up, then constant. A function of the step alone, so that a resume needs no state."""
-    return optim.lr * min(1.0, step / max(1, optim.lr_warmup_steps))
 
 
 def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int, replicas: int = 1) -> list[list[int]]:

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import OptimConfig, WarmStartConfig
+from megarl.config.schema import WarmStartConfig
 from megarl.controller.context import sample_requests
 from megarl.controller.evaluate import Evaluation
-from megarl.controller.step import learning_rate, mini_batches
+from megarl.controller.step import mini_batches
 from megarl.controller.warm_start import Pace, _pace
 from megarl.errors import DataError
 
@@ -32,12 +32,6 @@ def test_every_mini_batch_has_a_sample_for_each_replica() -> None:
     assert [len(part) for part in mini_batches(kept=5, drawn=16, samples_per_mini_batch=4, epochs=1, replicas=2)] == [3, 2]
     with pytest.raises(DataError, match="too few samples left"):
         mini_batches(kept=1, drawn=16, samples_per_mini_batch=4, epochs=1, replicas=2)
-
-
-def test_learning_rate_rises_linearly_and_stays() -> None:
-    optim = OptimConfig(lr=1e-3, lr_warmup_steps=4)
-    assert [learning_rate(optim, step) for step in (1, 2, 4, 5, 100)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3])
-    assert learning_rate(OptimConfig(lr=1e-3), 1) == 1e-3
 
 
 def test_a_sample_keeps_its_seed_whatever_else_is_drawn() -> None:
