@@ -14,6 +14,7 @@ from megarl.algo.advantages import (
     grpo,
     register_advantage_estimator,
 )
+from megarl.algo.kl import kl_penalised_rewards
 from megarl.algo.ragged import sum_per_sample
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError, DataError
@@ -175,3 +176,18 @@ def test_a_package_adds_its_own_estimator():
         register_advantage_estimator("test_score_itself")(lambda inputs, config: None)
     with pytest.raises(ConfigError, match="gae | grpo"):
         ADVANTAGE_ESTIMATORS["gea"]
+
+
+def test_grpo_compares_rewards_less_their_kl_penalty() -> None:
+    """Two responses of equal score: the one that went farther from the reference has the lower advantage."""
+    offsets = torch.tensor([0, 2, 5])
+    scores, groups = torch.tensor([0.5, 0.5]), torch.tensor([0, 0])
+    log_probs, ref = torch.full((5,), -1.0), torch.tensor([-1.0, -1.0, -2.0, -2.0, -2.0])
+    found = {}
+    for coef in (0.0, 0.1):
+        rewards, _ = kl_penalised_rewards(scores, log_probs, ref, offsets, coef=coef, estimator="k1")
+        inputs = AdvantageInputs(rewards, scores, groups, offsets, None, None)
+        found[coef] = ADVANTAGE_ESTIMATORS["grpo"](inputs, AlgorithmConfig(advantage_estimator="grpo", norm_by_std=False)).advantages
+    assert found[0.0].tolist() == [0.0] * 5
+    # 3 tokens x 1 nat x 0.1 apart, and centred.
+    assert found[0.1].tolist() == pytest.approx([0.15, 0.15, -0.15, -0.15, -0.15])
