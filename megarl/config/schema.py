@@ -22,6 +22,8 @@ class RunConfig:
     eval_every_steps: int = 0  # held-out evaluation period; 0: only before the first and after the last step
     export_hf: bool = True  # write the final actor as a Hugging Face directory
     log_rollouts: int = 16  # sample rollouts kept per step, for the report
+    sinks: tuple[str, ...] = ()  # where metrics go besides metrics.jsonl: tensorboard | wandb
+    wandb_project: str = "megarl"  # project of the sink wandb; its mode and account are WANDB_MODE's and its kin
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from megarl.errors import EXIT_DONE, CheckpointError, explain
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.progress import Progress
 from megarl.observe.report import write_report
+from megarl.observe.sinks import Sinks, check_sinks
 from megarl.types import SamplingSettings
 
 
@@ -35,6 +36,7 @@ def train(config: Config) -> int:
     """Run the recipe to its last step, from the newest checkpoint of its run directory if there is one; returns the exit code."""
     import_plugins(config.plugins)
     paths = RunPaths(Path(config.run.dir).resolve())
+    check_sinks(config.run.sinks)
     check_run_directory(config, paths)  # before the lock puts a file into it
     with RunLock(paths.root):
         prepared = prepare(config, paths)  # what can be wrong without a worker is found here
@@ -129,6 +131,12 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
         if _due(config.run.eval_every_steps, found.step) and config.data.val_files and found.step < config.run.total_steps:
             metrics["val/reward/mean"] = evaluate(run, log_name=f"eval_{found.step}").reward
         log.write(found.step, metrics)
+    sinks = Sinks(
+        run.paths.root,
+        config.run.sinks,
+        after=run.step,
+        environment={"WANDB_PROJECT": config.run.wandb_project, "WANDB_NAME": config.run.name},
+    )
     progress = Progress(config.run.total_steps, done=run.step)
     with progress:
         for step in range(run.step + 1, config.run.total_steps + 1):
@@ -143,6 +151,10 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
                 metrics["timing_s/testing"] = time.monotonic() - began
             log.write(step, metrics)
             progress.step(step, metrics)
+            for warning in sinks.warnings():
+                print(warning)
+    for warning in sinks.close():
+        print(warning)
 
 
 def saves(config: Config) -> bool:

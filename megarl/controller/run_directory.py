@@ -43,6 +43,8 @@ FREE_KEYS = (
     "run.eval_every_steps",
     "run.export_hf",
     "run.log_rollouts",
+    "run.sinks",
+    "run.wandb_project",
     "reward.timeout_s",
     "reward.workers",
     "rollout.kv_cache_mib",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.demo import ROOT
+from tests.observe.test_sinks import in_tensorboard
 
 pytestmark = pytest.mark.cluster
 
@@ -22,6 +23,7 @@ def test_own_estimator_and_no_reference(tmp_path: Path) -> None:
         "data.train_files": f"[{tmp_path / 'bench' / 'train.parquet'}]",
         "run.dir": tmp_path / "run",
         "run.total_steps": 1,
+        "run.sinks": "[tensorboard]",
         "plugins": "[tests.e2e.plugin_estimator]",
         "algorithm.advantage_estimator": "test_plain_score",
         "algorithm.kl.where": "none",
@@ -37,3 +39,5 @@ def test_own_estimator_and_no_reference(tmp_path: Path) -> None:
     assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"], abs=1e-6)
     assert "timing_s/ref" not in line and "actor/reward_kl_penalty" not in line
     assert line["actor/grad_norm"] > 0
+    assert "warning: sink" not in done.stdout
+    assert in_tensorboard(tmp_path / "run")["actor/grad_norm"] == {1: pytest.approx(line["actor/grad_norm"])}
