@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from megarl.controller.child import run_to_end
 
 READY_S, MEMORY_GIB = 90, 10
 SHORT = ["warm_start.enabled=false", "run.total_steps=2", "run.save_every_steps=0", "run.eval_every_steps=0", "data.val_prompts=32"]
@@ -25,13 +26,11 @@ def one_run(directory: Path) -> dict[str, float]:
     shutil.rmtree(directory, ignore_errors=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "megarl.cli.main", "train", "recipes/demo-cpu.yaml", f"run.dir={directory}", *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = run_to_end(command)
     facts = json.loads((directory / "run.json").read_text())
     memory = sum(process["rss_peak"] for process in facts.get("memory", {}).values()) / 2**30
-    if done.returncode:
-        print(done.stdout + done.stderr, file=sys.stderr)
     return {
-        "code": done.returncode,
+        "code": code,
         "ready_s": facts.get("start_s", float("inf")),
         "seconds": time.monotonic() - began,
         "memory_gib": memory,

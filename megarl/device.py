@@ -103,10 +103,17 @@ def fingerprint() -> dict[str, str]:
         "megatron-core": installed_version("megatron-core"),
         "transformer-engine": installed_version("transformer-engine"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "vllm_kernels": "AVX512" if torch.cpu._is_avx512_supported() else "AVX2",  # vLLM looks itself, and heeds no pin
+        "vllm_kernels": _vllm_kernels(),
         "device": torch.cuda.get_device_name(0) if on_gpu() else "cpu",
         "pins": " ".join(f"{name}={os.environ.get(name, '')}" for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")),
     }
+
+
+def _vllm_kernels() -> str:
+    """Which of its builds vLLM takes: on a CPU it looks for AVX-512 itself, and heeds no pin."""
+    if on_gpu():
+        return "CUDA"
+    return "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
 
 
 def installed_version(*names: str) -> str:

@@ -29,11 +29,6 @@ WORKER_ENV = {
 # Of processes that compute on a CPU: compiling takes a C++ compiler and a minute there, and no GPU is to be opened by accident.
 CPU_WORKER_ENV = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-_OTHER_WAYS = {
-    "CPU": "a smaller cluster.cpu_share_per_process",
-    "GPU": "cluster.placement: colocated, where actor, critic and engines share their GPUs",
-}
-
 
 @dataclass(frozen=True)
 class Slots:
@@ -98,7 +93,7 @@ def check_capacity(slots: list[Slots]) -> list[str]:
                 explain(
                     f"the placement needs {need:g} {kind} and the cluster has {have.get(kind, 0.0):g}: {missing:g} missing",
                     got=rows,
-                    do=f"use smaller layouts, a larger cluster, or {_OTHER_WAYS[kind]}",
+                    do="use smaller layouts, a larger cluster" + (", or a smaller cluster.cpu_share_per_process" if kind == "CPU" else ""),
                 )
             )
     processes, cores = sum(s.count for s in slots), have.get("CPU", 0.0)

@@ -50,7 +50,10 @@ class Sinks:
     def _start(self, run_dir: Path, name: str, after: int, environment: dict[str, str]) -> subprocess.Popen:
         command = [sys.executable, "-m", "megarl.observe.sinks", str(run_dir), name, "--after", str(after), "--follow"]
         with self._log(name).open("ab") as log:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | environment)
+            # In a session of its own: an interrupt ends the run, and the sink then passes on what is left when its stdin closes.
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True
+            )
 
     def _log(self, name: str) -> Path:
         return self._logs / f"sink-{name}.log"
@@ -111,7 +114,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One Weights & Biases run for one run directory, also over resumes; its own variables (WANDB_MODE, ...) decide where it goes."""
+    """One Weights & Biases run for one run directory, also over resumes; its own variables (WANDB_MODE, ...) decide where it goes.
+
+    It takes each step once: steps that a resume does again keep their first values there.
+    """
 
     def __init__(self, run_dir: Path, after: int):
         import wandb
