@@ -1,6 +1,6 @@
 """Start everything, do two PPO steps, stop; again and again. Shows whether a start is dependable, and what it costs.
 
-    python benchmarks/two_step_runs.py [--runs 10] [--out runs/two-steps]
+    python recipes/demo/prepare.py && python benchmarks/two_step_runs.py [--runs 10] [--out runs/two-steps]
 
 Prints one line a run: exit code, seconds until all processes were ready, seconds of the whole run, peak memory of all processes.
 Gate: every run ends with code 0, ready within 90 s, under 10 GiB.
@@ -27,7 +27,8 @@ def one_run(directory: Path) -> dict[str, float]:
     began = time.monotonic()
     command = [sys.executable, "-m", "megarl.cli.main", "train", "recipes/demo-cpu.yaml", f"run.dir={directory}", *SHORT]
     code = run_to_end(command)
-    facts = json.loads((directory / "run.json").read_text())
+    record = directory / "run.json"
+    facts = json.loads(record.read_text()) if record.is_file() else {}  # refused before it started
     memory = sum(process["rss_peak"] for process in facts.get("memory", {}).values()) / 2**30
     return {
         "code": code,
