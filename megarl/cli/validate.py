@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Sequence
 from itertools import islice
@@ -11,9 +10,12 @@ from typing import Any
 
 from megarl.config.checks import check_config
 from megarl.config.load import load_config
+from megarl.config.model_checks import check_model_files
 from megarl.config.model_sizes import check_model_sizes, model_directories
+from megarl.config.path_checks import check_writable
+from megarl.config.reward_checks import check_reward_source
 from megarl.config.schema import Config
-from megarl.errors import ConfigError, DataError, ModelError, explain
+from megarl.errors import ModelError, explain
 
 _FIRST_ROWS = 3
 
@@ -25,6 +27,7 @@ def validate(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     """
     config = load_config(recipe, overrides)
     lines = check_config(config)
+    check_writable(config.run.dir)
     hf_configs = {key: model_config(directory, key) for key, directory in model_directories(config).items()}
     check_model_sizes(config, hf_configs)
     lines += [f"{key}: {directory}: {hf_configs[key]['model_type']}" for key, directory in model_directories(config).items()]
@@ -42,14 +45,14 @@ def validate(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
 def model_config(directory: str, key: str) -> dict[str, Any]:
     """``config.json`` of a Hugging Face directory that has weights, and for the actor a tokenizer. Raises ModelError for any other."""
     root = Path(directory)
-    present = sorted(path.name for path in root.iterdir()) if root.is_dir() else "no directory"
-    wanted = {"config.json": "config.json", "weights": "*.safetensors"}
-    if key == "model":  # all roles read the tokens of the actor's tokenizer
-        wanted["a tokenizer"] = "tokenizer_config.json"
-    for what, pattern in wanted.items():
-        if not any(root.glob(pattern)):
-            expected = f"{what}: {pattern}"
-            raise ModelError(explain("no Hugging Face model directory", where=f"{key}: {directory}", got=present, expected=expected))
+    try:
+        check_model_files(root)
+    except ModelError as error:
+        raise ModelError(f"{key} = {directory}: {error}") from error
+    if key == "model" and not (root / "tokenizer_config.json").is_file():  # all roles read the tokens of the actor's tokenizer
+        expected = "tokenizer_config.json, tokenizer.json"
+        do = "copy the tokenizer's files too"
+        raise ModelError(explain("a model directory without a tokenizer", where=f"{key}: {directory}", expected=expected, do=do))
     try:
         found = json.loads((root / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -60,23 +63,6 @@ def model_config(directory: str, key: str) -> dict[str, Any]:
     return found
 
 
-def check_reward_source(path: str, name: str) -> None:
-    """The reward file is Python and binds ``name``. It is read and never run: its code belongs into a reward process."""
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(explain("reward file not found", where="reward.path", got=path, expected="a Python file"))
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), filename=path)
-    except SyntaxError as error:
-        raise ConfigError(explain("the reward file is not Python", where=f"{path}:{error.lineno}", got=error.msg)) from error
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    imported = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    if name not in bound | defined | imported:
-        got = ", ".join(sorted(defined)) or "no functions"
-        raise ConfigError(explain(f"no function '{name}' in the reward file", where=f"reward.name, {path}", got=got, expected=name))
-
-
 def _describe_file(key: str, file: str, config: Config) -> str:
     """Rows of a data file, and how its first one is understood."""
     import pyarrow.parquet as pq
@@ -85,8 +71,6 @@ def _describe_file(key: str, file: str, config: Config) -> str:
 
     rows = list(islice(read_records((file,), config.data.prompt_key), _FIRST_ROWS))
     count = pq.read_metadata(file).num_rows
-    if not rows:
-        raise DataError(explain("a data file without rows", where=f"{key}: {file}", expected="at least one row"))
     first = rows[0]
     said = first.messages[-1]["content"]
     return f"{key}: {file}: {count} rows; the first: {first.data_source}, {said[:80]!r} -> {first.ground_truth!r}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.device import on_gpu
-from megarl.errors import PlacementError, WorkerError, explain
+from megarl.errors import ConfigError, PlacementError, WorkerError, explain
+
+JOIN_DEADLINE_S = 30.0  # a cluster that lives answers in a second or two; Python's start is in it too
 
 # Every worker computes with one thread: processes share the cores. Returns of workers always go to the object store and never ride in
 # the reply to the controller, which Ray does by itself below 100 kB.
@@ -56,21 +60,68 @@ def shared_by(groups: Sequence[Slots]) -> Slots:
     return Slots(" + ".join(s.group for s in groups), counts[0], sum(s.cpus for s in groups), sum(s.gpus for s in groups))
 
 
-def start_cluster(address: str | None) -> None:
-    """Join the Ray cluster at ``address``, or start one on this machine."""
+def start_cluster(address: str | None, deadline_s: float = JOIN_DEADLINE_S) -> None:
+    """Join the Ray cluster at ``address`` ("auto": the one that RAY_ADDRESS names, else this machine's), or start one on this machine.
+
+    Raises WorkerError when no cluster answers there within ``deadline_s``, ConfigError for one that this process can't work with.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if address is not None:
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ray.exceptions.RaySystemError) as error:
-            raise WorkerError(
-                explain("no Ray cluster answers", where="cluster.address", got=address, do="start one by `ray start --head`")
-            ) from error
+        _join(address, deadline_s)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: names and interfaces of a network don't matter
     # "local", since without it Ray would join whatever cluster RAY_ADDRESS names, perhaps somebody else's.
     ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
+
+
+def _join(address: str, deadline_s: float) -> None:
+    if address.startswith("ray://"):
+        raise ConfigError(
+            explain(
+                "Ray's client protocol brings every result to this process, and the controller must not hold them",
+                where="cluster.address",
+                got=address,
+                expected='"auto" or host:port',
+                do="run megarl on a node of the cluster, the head for example, with cluster.address=auto",
+            )
+        )
+    _check_answers(address, deadline_s)
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
+        if "Version mismatch" in str(error):
+            versions = [line.strip() for line in str(error).splitlines() if line.strip().startswith(("Ray:", "Python:"))]
+            raise ConfigError(
+                explain(
+                    "the Ray cluster was started with another Ray or Python",
+                    where=f"cluster.address = {address}",
+                    got=", ".join(versions[:2]),
+                    expected=f"{', '.join(versions[2:])}, as of this process",
+                    do="run megarl in the environment that `ray start` ran in, or start the cluster in this one",
+                )
+            ) from error
+        raise _no_cluster(address, str(error)) from error
+
+
+def _check_answers(address: str, deadline_s: float) -> None:
+    """Ask the cluster for its status, in a process that can be ended: ``ray.init`` itself tries a dead address for many minutes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise _no_cluster(address, f"no answer within {deadline_s:g} s") from error
+    if done.returncode != 0:
+        raise _no_cluster(address, next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}"))
+
+
+def _no_cluster(address: str, said: str) -> WorkerError:
+    named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+    got = f"{address} (RAY_ADDRESS={named})" if named else address
+    do = "start one by `ray start --head`, or leave the address out: megarl starts a cluster of its own on this machine"
+    if "AuthenticationError" in said:
+        do = "set RAY_AUTH_MODE=token in this program's environment, and give it the cluster's token (RAY_AUTH_TOKEN or ~/.ray/auth_token)"
+    return WorkerError(explain("no Ray cluster answers", where="cluster.address", got=f"{got}: {said}", do=do))
 
 
 def cluster_has_gpus() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from megarl.cluster.calls import Pending, fetch_together, start_call
 from megarl.cluster.placement import Slots, reserve, spawn
@@ -80,10 +81,11 @@ class RewardSettings:
 class RewardGroup:
     """The reward functions, as the controller sees them."""
 
-    def __init__(self, settings: RewardSettings):
+    def __init__(self, settings: RewardSettings, placement: PlacementGroup | None = None):
+        """Start the process, in ``placement`` or in a slot of its own."""
         self.settings = settings
         slots = self.slots(settings)
-        placement = reserve(slots, settings.start_deadline_s)
+        placement = placement or reserve(slots, settings.start_deadline_s)
         self.worker = spawn(RewardWorker, slots, placement, 0, settings.tokenizer_dir, settings.config, settings.log_dir)
 
     @staticmethod

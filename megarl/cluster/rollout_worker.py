@@ -11,6 +11,7 @@ import ray
 from megarl.cluster.worker import open_log, process_facts, timed
 from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import PreparedPrompts
+from megarl.profiling import Profiler, Recorded, Window, phase
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import GenerationRequest, SamplingSettings
 from megarl.weights.plan import GenerationRank
@@ -23,6 +24,7 @@ class RolloutWorker:
         self, index: int, model_dir: str, config: RolloutConfig, max_prompt_tokens: int, seed: int, log_dir: str, shares_device: bool
     ):
         open_log(log_dir, f"rollout engine {index}")
+        self.profiler = Profiler()
         self.engine = RolloutEngine(model_dir, config, max_prompt_tokens, seed, shares_device=shares_device)
         self.prompts: dict[str, PreparedPrompts] = {}
         self.started = process_facts()
@@ -35,14 +37,27 @@ class RolloutWorker:
         """Process id and memory."""
         return process_facts()
 
+    def start_profile(self, window: Window) -> None:
+        """Begin to record this process and, where the engine has several ranks, theirs."""
+        self.profiler.start(window)
+        self.engine.start_profile(window)
+
+    def stop_profile(self) -> Recorded:
+        """Write what was recorded."""
+        own, ranks = self.profiler.stop(), self.engine.stop_profile()
+        return Recorded(own.files + ranks.files, own.failures + ranks.failures)
+
+    @phase("sleep")
     def sleep(self) -> float:
         """Give the device's memory back to those who share it; a sync wakes the engine. Returns seconds."""
         return self.engine.sleep()
 
+    @phase("sync weights")
     def sync(self, plan: Any, manifests: dict[int, dict[str, Any]], version: int, check: bool) -> Any:
         """Take over the training side's weights as ``version``."""
         return self.engine.sync(plan, manifests, version, check)
 
+    @phase("generate")
     @ray.method(num_returns=2)
     def generate(
         self, requests: Sequence[GenerationRequest], prompts_path: str, sampling: SamplingSettings

@@ -17,13 +17,14 @@ from megarl.cluster.train_worker import RowsRequest, TrainWorker
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.packing import cut_for_replicas
 from megarl.data.proto import DataProto, Piece
-from megarl.errors import DivergedError, explain
+from megarl.data.retokenise import CRITIC_LENGTHS, CRITIC_PREDICTORS, CRITIC_TOKENS
+from megarl.errors import ConfigError, DataError, DivergedError, explain
 from megarl.megatron.layers import layer_spec
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
-from megarl.types import Layout
-from megarl.weights.families import model_family
+from megarl.types import Layout, LocalHandle, Rank
+from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.plan import RankShard
 
 
@@ -53,13 +54,6 @@ class UpdateResult:
     seconds: float
 
 
-def coordinates(layout: Layout, rank: int) -> tuple[int, int, int]:
-    """(tensor, data, pipeline) coordinates of a rank, in Megatron's order: tensor fastest, then context, data, pipeline."""
-    rank, tensor = divmod(rank, layout.tensor)
-    pipeline, data = divmod(rank // layout.context, layout.data)
-    return tensor, data, pipeline
-
-
 class TrainGroup:
     """Processes that hold one or more models in one Megatron layout."""
 
@@ -68,6 +62,7 @@ class TrainGroup:
         self.settings, self.layout = settings, settings.layout
         self.names = names_of(settings.name, self.layout.world_size)
         self._ranks: list[dict[str, Any]] = []  # what each said when it joined
+        self._readers: dict[str, int] = {}  # roles that read the text of the samples, and the positions of their models
         slots = self.slots(settings)
         placement = placement or reserve(slots, settings.start_deadline_s)
         # Longer than any deadline of ours, so that the controller names who is silent before the ranks accuse each other.
@@ -94,10 +89,22 @@ class TrainGroup:
         return Pending(self._call("start", [w.join.remote(*address) for w in self.workers], deadline), finish)
 
     def load(
-        self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None = None, *, share: bool = False
+        self,
+        name: str,
+        directory: str,
+        role: Role,
+        optimizer: OptimizerSettings | None = None,
+        *,
+        share: bool = False,
+        text_of: str | None = None,
     ) -> Pending[list[dict[str, Any]]]:
-        """Build role ``name`` from a Hugging Face directory on every rank."""
-        refs = [w.load.remote(name, directory, role, optimizer, share) for w in self.workers]
+        """Build role ``name`` from a Hugging Face directory on every rank.
+
+        ``text_of``: the samples are tokens of the tokenizer in that directory, and the role reads their text with its own.
+        """
+        if text_of is not None:
+            self._readers[name] = int(read_hf_config(directory)["max_position_embeddings"])
+        refs = [w.load.remote(name, directory, role, optimizer, share, text_of) for w in self.workers]
         return Pending(self._call(f"load {name}", refs, self.settings.start_deadline_s), list)
 
     def rank_shards(self, hf_config: dict[str, Any], dtype: str) -> list[RankShard]:
@@ -105,9 +112,8 @@ class TrainGroup:
         family = model_family(hf_config)
         shards = []
         for rank, said in enumerate(self._ranks):
-            tensor, _, pipeline = coordinates(self.layout, rank)
             spec = layer_spec(dtype, said["transformer_engine"])
-            shards.append(RankShard(rank, said["device"], family.shard(hf_config, self.layout, tensor, pipeline, spec=spec)))
+            shards.append(RankShard(rank, said["device"], family.shard(hf_config, Rank(rank, self.layout), spec=spec)))
         return shards
 
     def manifests(self, name: str) -> dict[int, dict[str, Any]]:
@@ -125,7 +131,8 @@ class TrainGroup:
         self, name: str, batch: DataProto, renames: dict[str, str], *, temperature: float = 1.0, phase: str
     ) -> Pending[tuple[DataProto, float]]:
         """Run role ``name`` over the batch; the result has the renamed outputs as columns, and says how many seconds it took."""
-        requests = self._requests(name, batch, ("prompts", "responses"), range(len(batch)))
+        batch, _ = self.as_read(name, batch)
+        requests = self._requests(name, batch, (), range(len(batch)))
         pairs = [w.forward.remote(name, requests[self._data(r)], temperature, renames) for r, w in enumerate(self.workers)]
         call = self._call(phase, [info for _, info in pairs])
         pieces = [Piece(requests[self._data(r)].rows, RayHandle(pairs[r][0])) for r in self._reporters()]
@@ -137,6 +144,37 @@ class TrainGroup:
             return out, max(i["seconds"] for i in infos)
 
         return Pending(call, finish)
+
+    def as_read(self, name: str, batch: DataProto) -> tuple[DataProto, float]:
+        """The batch with the tokens that role ``name`` reads, and how many seconds they took. Waits for them; where the role reads the
+        tokens that were drawn, or the batch has its own already, there is nothing to do.
+
+        Raises DataError for a sample of more tokens than its model has positions, ConfigError for one beyond its token budget.
+        """
+        if name not in self._readers or CRITIC_TOKENS in batch.column_names:
+            return batch, 0.0
+        columns = (CRITIC_TOKENS, CRITIC_PREDICTORS)
+        phase = f"tokens of {name}"
+        batch, infos = self.map_columns("retokenise", batch, ("prompts", "responses"), columns, lambda rows: (name,), phase=phase).result()
+        lengths = np.concatenate([info["lengths"] for info in infos])
+        self._check_lengths(name, lengths)
+        piece = Piece(tuple(range(len(batch))), LocalHandle({CRITIC_LENGTHS: lengths}))
+        return batch.with_column(CRITIC_LENGTHS, [piece]), max(info["seconds"] for info in infos)
+
+    def _check_lengths(self, name: str, lengths: np.ndarray) -> None:
+        longest, shorten = int(lengths.argmax()), "lower data.max_prompt_tokens or rollout.max_response_tokens"
+        got = f"sample {longest} has {lengths[longest]} tokens of the {name}'s tokenizer"
+        positions, budget = self._readers[name], self.settings.max_tokens_per_micro_batch[name]
+        if lengths[longest] > positions:
+            expected = f"at most {positions} (max_position_embeddings)"
+            do = f"{shorten}, or use a model of longer context"
+            raise DataError(
+                explain(f"a sample doesn't fit into the {name}'s positions", where=f"{name}.model", got=got, expected=expected, do=do)
+            )
+        if lengths[longest] > budget:
+            do = f"raise it to {lengths[longest]} or more, or {shorten}"
+            where, expected = f"{name}.max_tokens_per_micro_batch", f"at most {budget}"
+            raise ConfigError(explain("one sample is longer than a micro-batch may be", where=where, got=got, expected=expected, do=do))
 
     def map_columns(
         self,
@@ -217,7 +255,8 @@ class TrainGroup:
         The result raises DivergedError where a loss or gradient was not finite; nothing was changed then.
         """
         totals = MiniBatchTotals(tokens=int(batch.info.response_length[list(rows)].sum()), samples=len(rows))
-        requests = self._requests(name, batch, ("prompts", "responses", *loss.needs), rows)
+        batch, _ = self.as_read(name, batch)
+        requests = self._requests(name, batch, loss.needs, rows)
         refs = [w.train.remote(name, requests[self._data(r)], loss, totals, lr, temperature) for r, w in enumerate(self.workers)]
 
         def finish(results: list[dict[str, Any]]) -> UpdateResult:
@@ -268,22 +307,24 @@ class TrainGroup:
         return start_call(phase, self.names, refs, deadline_s or self.settings.call_deadline_s)
 
     def _data(self, rank: int) -> int:
-        return coordinates(self.layout, rank)[1]
+        return Rank(rank, self.layout).data
 
     def _reporters(self) -> list[int]:
         """Ranks that return columns, one a replica, in order of the replicas."""
-        found = {}
-        for rank in range(self.layout.world_size):
-            tensor, data, pipeline = coordinates(self.layout, rank)
-            if tensor == 0 and pipeline == self.layout.pipeline - 1:
-                found.setdefault(data, rank)
-        return [found[d] for d in range(self.layout.data)]
+        ranks = [Rank(index, self.layout) for index in range(self.layout.world_size)]
+        return [rank.index for rank in sorted(ranks, key=lambda rank: rank.data) if rank.reports]
 
-    def _requests(self, role: str, batch: DataProto, columns: tuple[str, ...], rows: Sequence[int]) -> list[RowsRequest]:
-        """One request a replica: rows balanced by tokens, cut into equal numbers of micro-batches."""
+    def _requests(self, role: str, batch: DataProto, needs: Sequence[str], rows: Sequence[int]) -> list[RowsRequest]:
+        """One request a replica for the tokens that the role reads and ``needs``: rows balanced by tokens, cut into equal numbers of
+        micro-batches.
+        """
         rows = list(rows)
-        lengths = (batch.info.prompt_length + batch.info.response_length)[rows]
-        cuts = cut_for_replicas(lengths, self.layout.data, self.settings.max_tokens_per_micro_batch[role])
+        if role in self._readers:
+            columns, lengths = (CRITIC_TOKENS, CRITIC_PREDICTORS, *needs), batch.to_local(CRITIC_LENGTHS)[CRITIC_LENGTHS][rows]
+        else:
+            columns, lengths = ("prompts", "responses", *needs), (batch.info.prompt_length + batch.info.response_length)[rows]
+        multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
+        cuts = cut_for_replicas(lengths, self.layout.data, self.settings.max_tokens_per_micro_batch[role], multiple=multiple)
         pieces = {name: tuple(batch.pieces(name)) for name in columns}
         return [RowsRequest(pieces, tuple(tuple(rows[i] for i in group) for group in cut)) for cut in cuts]
 

@@ -20,6 +20,7 @@ from megarl.cluster.calls import fetch_together
 from megarl.cluster.worker import import_plugins, open_log, process_facts, timed
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.proto import Piece, gather_rows
+from megarl.data.retokenise import CRITIC_PREDICTORS, CRITIC_TOKENS, Retokeniser
 from megarl.device import device_id, has_transformer_engine, on_gpu, release_cached_memory, synchronize
 from megarl.errors import SyncError, explain
 from megarl.megatron import checkpoint, cpu, world
@@ -27,6 +28,7 @@ from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import LossSpec, MiniBatchTotals
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
+from megarl.profiling import Profiler, Recorded, Window, phase
 from megarl.types import Layout, Ragged
 from megarl.weights import cuda_ipc
 from megarl.weights.families import read_hf_config
@@ -55,10 +57,12 @@ class TrainWorker:
 
     def __init__(self, group: str, rank: int, layout: Layout, log_dir: str, timeout_s: float, seed: int, plugins: tuple[str, ...]):
         open_log(log_dir, f"{group} rank {rank}")
+        self.profiler = Profiler()
         import_plugins(plugins)
         self.group, self.index, self.layout = group, rank, layout
         self.timeout_s, self.seed = timeout_s, seed
         self.engines: dict[str, Engine] = {}
+        self.retokenisers: dict[str, Retokeniser] = {}  # of roles that read the text of the samples, on the reporting ranks
         self.shared: SharedParameters | None = None  # on a CPU
         # On a GPU: the tensors that engines were told of, and the manifest. Held, so that nothing else can come to lie at their addresses.
         self._exported: tuple[list[torch.Tensor], dict[str, Any]] | None = None
@@ -79,10 +83,13 @@ class TrainWorker:
         said = {"warning": cpu.check_version(), "device": device_id(), "transformer_engine": has_transformer_engine()}
         return process_facts() | said
 
-    def load(self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None, share: bool) -> dict[str, Any]:
+    def load(
+        self, name: str, directory: str, role: Role, optimizer: OptimizerSettings | None, share: bool, text_of: str | None
+    ) -> dict[str, Any]:
         """Build (or build anew) the model of role ``name`` and load a Hugging Face directory into it.
 
         ``share``: put its parameters into memory that generation engines on this host can open.
+        ``text_of``: directory of the tokenizer whose tokens the samples are, for a role that reads their text with a tokenizer of its own.
         """
         with timed() as record:
             if share:
@@ -96,6 +103,8 @@ class TrainWorker:
             if role.trainable:
                 engine.enable_training()
             self.engines[name] = engine
+            if text_of is not None and self.rank.reports:
+                self.retokenisers[name] = Retokeniser.load(text_of, directory)
         return process_facts() | record
 
     def _share(self, engine: Engine) -> None:
@@ -109,6 +118,7 @@ class TrainWorker:
         for name, parameter in parameters.items():
             parameter.data = places[name]
 
+    @phase("share weights of {}")
     def manifest(self, name: str) -> dict[str, Any]:
         """Where a generation engine on this device finds the parameters of role ``name``, as they are now.
 
@@ -142,8 +152,17 @@ class TrainWorker:
         """Process id and memory."""
         return process_facts()
 
+    def start_profile(self, window: Window) -> None:
+        """Begin to record this process; methods that do the work of a step are phases."""
+        self.profiler.start(window)
+
+    def stop_profile(self) -> Recorded:
+        """Write what was recorded."""
+        return self.profiler.stop()
+
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
+    @phase("forward {}")
     @ray.method(num_returns=2)
     def forward(
         self, name: str, request: RowsRequest, temperature: float, renames: Mapping[str, str]
@@ -157,11 +176,13 @@ class TrainWorker:
             outputs = self.engines[name].forward(_cut(columns, request, ()), temperature=temperature, with_entropy="entropy" in renames)
             result = {}
             if self.rank.reports:
-                result = {new: _column(old, outputs[old], columns["responses"]) for old, new in renames.items()}
+                counted = columns[CRITIC_PREDICTORS if CRITIC_PREDICTORS in columns else "responses"]
+                result = {new: _column(old, outputs[old], counted) for old, new in renames.items()}
         return result, record
 
     # --- update ----------------------------------------------------------------------------------------------------------------
 
+    @phase("update {}")
     def train(
         self, name: str, request: RowsRequest, loss: LossSpec, totals: MiniBatchTotals, lr: float, temperature: float
     ) -> dict[str, Any]:
@@ -174,6 +195,16 @@ class TrainWorker:
 
     # --- columns computed from columns -------------------------------------------------------------------------------------------
 
+    @phase("retokenise")
+    @ray.method(num_returns=2)
+    def retokenise(self, request: RowsRequest, name: str) -> tuple[dict[str, Ragged], dict[str, Any]]:
+        """The samples as role ``name`` reads them, and where in them it speaks of each response token; how many tokens each has [rows]."""
+        with timed() as record:
+            columns = request.fetch()
+            tokens, predictors = self.retokenisers[name].samples(columns["prompts"], columns["responses"])
+        return {CRITIC_TOKENS: tokens, CRITIC_PREDICTORS: predictors}, {"lengths": tokens.lengths} | record
+
+    @phase("compare log-probs")
     @ray.method(num_returns=2)
     def compare_log_probs(self, request: RowsRequest) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """How far the generation engine's log-probs of its tokens are from this side's; no column is produced."""
@@ -188,6 +219,7 @@ class TrainWorker:
             "count": gap.numel(),
         }
 
+    @phase("kl penalty")
     @ray.method(num_returns=2)
     def apply_kl_penalty(
         self, request: RowsRequest, scores: np.ndarray, coef: float, estimator: str
@@ -207,6 +239,7 @@ class TrainWorker:
         info |= _mean_min_max("rewards", torch.zeros(len(log_probs)).double().index_add(0, _owners(log_probs), rewards.double()))
         return {"token_rewards": Ragged(rewards.float().numpy(), log_probs.offsets)}, info
 
+    @phase("advantages")
     @ray.method(num_returns=2)
     def compute_advantage(
         self, request: RowsRequest, scores: np.ndarray, groups: np.ndarray, truncated: np.ndarray, config: AlgorithmConfig
@@ -233,6 +266,7 @@ class TrainWorker:
             info |= _mean_min_max("values", values) | _mean_min_max("return", found.returns)
         return result, info
 
+    @phase("whiten")
     @ray.method(num_returns=2)
     def whiten(self, request: RowsRequest, moments: Moments | None) -> tuple[dict[str, Ragged], dict[str, Any]]:
         """``raw_advantages`` shifted and scaled by the moments of the whole step; as they are without moments."""
@@ -264,10 +298,9 @@ class TrainWorker:
         HfExport.create(Path(directory), engine.hf_config, dtype, self.layout, head=engine.role.head)
 
     def write_export(self, name: str, directory: str) -> None:
-        """Write this rank's parameters of role ``name`` into the files; one replica does."""
+        """Write what this rank owns of role ``name`` into the files."""
         engine = self.engines[name]
-        if self.rank.data == 0:
-            HfExport.open(Path(directory)).write(engine.named_parameters(), engine.shards, self.rank.tensor)
+        HfExport.open(Path(directory)).write(engine.named_parameters(), engine.shards, self.rank)
 
     def finish_export(self, directory: str, target: str, tokenizer_dir: str) -> None:
         """On rank 0: add configuration and tokenizer, and give the directory its name; an older export of that name goes."""
@@ -279,9 +312,9 @@ class TrainWorker:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _column(name: str, parts: list[np.ndarray], responses: Ragged) -> Ragged:
-    """An engine's output over all micro-batches: one number a response token, or one a sample."""
-    offsets = np.arange(len(responses) + 1) if name == "last_values" else responses.offsets
+def _column(name: str, parts: list[np.ndarray], counted: Ragged) -> Ragged:
+    """An engine's output over all micro-batches: one number a response token, as ``counted`` has them, or one a sample."""
+    offsets = np.arange(len(counted) + 1) if name == "last_values" else counted.offsets
     return Ragged(np.concatenate(parts), offsets)
 
 
@@ -290,8 +323,12 @@ def _cut(columns: dict[str, Ragged], request: RowsRequest, needs: Sequence[str])
     batches, start = [], 0
     for rows in request.micro_batches:
         at = range(start, start + len(rows))
-        cut = {name: columns[name].take(at) for name in ("prompts", "responses", *needs)}
-        batches.append(MicroBatch(cut.pop("prompts"), cut.pop("responses"), cut))
+        needed = {name: columns[name].take(at) for name in needs}
+        if CRITIC_TOKENS in columns:
+            nothing = Ragged.from_list([[]] * len(rows), np.int32)
+            batches.append(MicroBatch(columns[CRITIC_TOKENS].take(at), nothing, needed, columns[CRITIC_PREDICTORS].take(at)))
+        else:
+            batches.append(MicroBatch(columns["prompts"].take(at), columns["responses"].take(at), needed))
         start += len(rows)
     return batches
 

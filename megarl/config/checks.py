@@ -9,6 +9,8 @@ from typing import Any
 
 from megarl.config.load import nearest
 from megarl.config.placement_checks import check_layout, check_placement
+from megarl.config.profile_checks import check_profile
+from megarl.config.sampling_checks import MIN_TEMPERATURE, check_sampling
 from megarl.config.schedule_checks import check_schedule
 from megarl.config.schema import ActorConfig, Config, CriticConfig
 from megarl.errors import ConfigError, explain
@@ -77,9 +79,12 @@ RANGES: dict[str, Range] = {
     "rollout.tensor_parallel": _AT_LEAST_1,
     "rollout.prompts_per_step": _AT_LEAST_1,
     "rollout.responses_per_prompt": _AT_LEAST_1,
-    "rollout.temperature": _POSITIVE,
+    "rollout.temperature": (
+        lambda x: x >= MIN_TEMPERATURE,
+        f"{MIN_TEMPERATURE} or more: 0 is greedy, which leaves nothing to learn, and vLLM changes what is between",
+    ),
     "rollout.top_p": (lambda x: 0 < x <= 1, "more than 0, at most 1"),
-    "rollout.top_k": (lambda x: x == -1 or x >= 1, "-1 (all tokens), or 1 or more"),
+    "rollout.top_k": (lambda x: x == -1 or x >= 2, "-1 (all tokens), or 2 or more: 1 is greedy, which leaves nothing to learn"),
     "rollout.max_response_tokens": _AT_LEAST_1,
     "rollout.kv_cache_mib": _AT_LEAST_0,
     "rollout.max_concurrent_samples": _AT_LEAST_1,
@@ -108,6 +113,7 @@ def check_config(config: Config) -> list[str]:
     check_layout(config.critic.layout, "critic.layout")
     for role in _trained_roles(config):
         check_schedule(value_of(config, role).optim, f"{role}.optim")
+    check_sampling(config.rollout)
     _check_algorithm(config)
     _check_kl(config)
     _check_warm_start(config)
@@ -121,6 +127,7 @@ def check_config(config: Config) -> list[str]:
             )
         )
     check_placement(config, with_critic="critic" in _trained_roles(config))
+    check_profile(config)
     if config.run.eval_every_steps and not config.data.val_files:
         where = "run.eval_every_steps"
         raise ConfigError(explain("evaluation without held-out data", where=where, do="name data.val_files, or set it to 0"))
@@ -277,8 +284,8 @@ def _warnings(config: Config) -> list[str]:
     rollout, lines = config.rollout, []
     if rollout.top_p < 1 or rollout.top_k != -1:
         lines.append(
-            f"warning: top_p {rollout.top_p:g}, top_k {rollout.top_k}: tokens are drawn from a cut distribution and re-scored "
-            "under the full one, so that the importance ratio is biased"
+            f"warning: top_p {rollout.top_p:g}, top_k {rollout.top_k}: tokens are drawn from a cut distribution and trained under the full "
+            "one, so that the policy gradient is biased; the log-prob difference of the two sides holds the log of what was cut off"
         )
     if config.algorithm.kl.where == "none" and config.algorithm.kl.coef > 0:
         lines.append("warning: algorithm.kl.coef has no effect, since algorithm.kl.where is none")

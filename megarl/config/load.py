@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -32,9 +32,27 @@ def load_config(recipe_path: str | Path, overrides: Sequence[str] = ()) -> Confi
     Mappings merge key by key, everything else replaces. Raises ConfigError for a missing or malformed file, a circle of
     ``extends``, an unknown key, a value of another type, and for all missing required keys at once ("???" is no value).
     """
+    return _assemble(_chain(Path(recipe_path)), overrides, str(recipe_path))
+
+
+def config_from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
+    """A frozen configuration from keys that a program gives: nested mappings of plain values, as a recipe's.
+
+    ``origins``: dotted key or group -> what errors name as its place. Raises ConfigError as :func:`load_config` does.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=False)
+    except OmegaConfBaseException as error:
+        where = ", ".join(sorted(set(origins.values())))
+        raise ConfigError(explain("a value that no recipe could hold", where=where, got=error, expected="numbers, texts, lists")) from error
+    return _assemble([(plain, dict(origins))], overrides, "the arguments")
+
+
+def _assemble(layers: Sequence[tuple[dict[str, Any], Origins]], overrides: Sequence[str], source: str) -> Config:
+    """Merge the layers, base first, then the overrides; check and freeze the result."""
     origins: Origins = {}
     tree = OmegaConf.create({})
-    for layer, where in _chain(Path(recipe_path)):
+    for layer, where in layers:
         tree = OmegaConf.merge(tree, layer)
         origins |= where
     for override in overrides:
@@ -48,7 +66,7 @@ def load_config(recipe_path: str | Path, overrides: Sequence[str] = ()) -> Confi
     if missing:
         docs = "\n".join(f"              {key}: {all_keys()[key].doc}" for key in missing)
         what = f"required keys without a value: {len(missing)}"
-        raise ConfigError(explain(what, where=str(recipe_path), expected="a value for\n" + docs))
+        raise ConfigError(explain(what, where=source, expected="a value for\n" + docs))
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.sampling_checks import check_stop_ids
 from megarl.config.schema import Config
 from megarl.errors import ModelError, explain
 
@@ -20,12 +21,16 @@ def model_directories(config: Config) -> dict[str, str]:
 def check_model_sizes(config: Config, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:
     """``hf_configs``: key of the recipe -> parsed ``config.json``, with ``model`` among them.
 
-    Raises ModelError for another vocabulary than the actor's, and for samples longer than a model's positions.
+    Raises ModelError for another vocabulary than the actor's, and for samples longer than a model's positions. Both are of no account for
+    a critic under ``critic.retokenize``: how many of its tokens a text has is known when the text is.
     """
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     vocabulary = _size(hf_configs["model"], "vocab_size", "model")
+    check_stop_ids(config.rollout, vocabulary)
     for key, hf_config in hf_configs.items():
-        got = _size(hf_config, "vocab_size", key)
+        got, positions = _size(hf_config, "vocab_size", key), _size(hf_config, "max_position_embeddings", key)
+        if key == "critic.model" and config.critic.retokenize:
+            continue
         if got != vocabulary:
             raise ModelError(
                 explain(
@@ -33,10 +38,9 @@ def check_model_sizes(config: Config, hf_configs: Mapping[str, Mapping[str, Any]
                     where=f"{key}: vocab_size",
                     got=got,
                     expected=f"{vocabulary}, as of model",
-                    do=f"name a model of the actor's family in {key}",
+                    do=f"name a model of the actor's family in {key}" + (", or set critic.retokenize" if key == "critic.model" else ""),
                 )
             )
-        positions = _size(hf_config, "max_position_embeddings", key)
         if positions < longest:
             raise ModelError(
                 explain(

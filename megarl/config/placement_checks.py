@@ -5,8 +5,6 @@ from __future__ import annotations
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError, explain
 
-_UNSUPPORTED_SIZES = ("virtual_pipeline", "context", "expert", "expert_tensor")  # only 1 for now
-
 
 def check_layout(layout: LayoutConfig, where: str) -> None:
     """Raise ConfigError for sizes that contradict each other or that this version can't run."""
@@ -20,10 +18,27 @@ def check_layout(layout: LayoutConfig, where: str) -> None:
                 do="set sequence_parallel to false, or raise tensor",
             )
         )
-    for name in _UNSUPPORTED_SIZES:
-        size = getattr(layout, name)
-        if size != 1:
-            raise ConfigError(explain("a layout that is not supported yet", where=f"{where}.{name}", got=size, expected=1))
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        raise ConfigError(
+            explain(
+                "several model chunks a rank without pipeline parallelism",
+                where=f"{where}.virtual_pipeline",
+                got=f"virtual_pipeline: {layout.virtual_pipeline}, pipeline: 1",
+                expected="pipeline of 2 or more",
+                do="set virtual_pipeline to 1, or raise pipeline",
+            )
+        )
+    ranks, experts = layout.tensor * layout.context * layout.data, layout.expert * layout.expert_tensor
+    if ranks % experts:
+        raise ConfigError(
+            explain(
+                "experts can't be spread over the ranks of a pipeline stage",
+                where=where,
+                got=f"expert {layout.expert} x expert_tensor {layout.expert_tensor} = {experts}",
+                expected=f"a divisor of tensor x context x data = {ranks}",
+                do="lower expert or expert_tensor, or raise data",
+            )
+        )
 
 
 def check_placement(config: Config, *, with_critic: bool) -> None:

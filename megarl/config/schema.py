@@ -84,6 +84,7 @@ class CriticConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)  # Megatron layout of the critic
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))  # critic optimizer
     model: str | None = None  # Hugging Face directory; null: the actor's initial model
+    retokenize: bool = False  # critic of another vocabulary: it reads the decoded text with its own tokenizer
     samples_per_mini_batch: int = REQUIRED  # samples of one optimizer step, over all data-parallel ranks
     epochs_per_step: int = 1  # passes over the samples of one PPO step
     max_tokens_per_micro_batch: int = 16384  # packed tokens of one forward pass on one data-parallel rank
@@ -97,10 +98,12 @@ class RolloutConfig:
     tensor_parallel: int = 1  # tensor-parallel ranks of one engine
     prompts_per_step: int = REQUIRED  # prompts drawn from the data per PPO step
     responses_per_prompt: int = 1  # responses per prompt; samples = prompts x responses
-    temperature: float = 1.0  # of sampling and of every re-score
-    top_p: float = 1.0  # nucleus; below 1 the log-probs of the two sides differ
-    top_k: int = -1  # -1: all tokens
+    temperature: float = 1.0  # of sampling and of every re-score: log-probs of both sides are those at this temperature
+    top_p: float = 1.0  # nucleus; below 1 only the engine's own log-probs are of the cut distribution; training re-scores with the full one
+    top_k: int = -1  # draw from so many likeliest tokens, -1: all; log-probs as for top_p
     max_response_tokens: int = REQUIRED  # responses end here at the latest
+    stop_token_ids: tuple[int, ...] = ()  # ids that end a response, besides the model's end-of-sequence; part of it and of the loss
+    stop_tokens: tuple[str, ...] = ()  # texts that end a response as stop_token_ids do; each must be exactly one token of the tokenizer
     ignore_eos: bool = False  # no token ends a response: all have max_response_tokens (measurements)
     kv_cache_mib: int = 0  # key/value cache of one engine rank, MiB; 0: max_concurrent_samples of full length fit
     max_concurrent_samples: int = 256  # samples in flight in one engine
@@ -163,6 +166,15 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    steps: tuple[int, ...] = ()  # PPO steps of which traces are written to RUN/profile/step_N; empty: none
+    groups: tuple[str, ...] = ("actor", "critic", "rollout")  # worker groups whose processes are traced
+    ranks: tuple[int, ...] = ()  # ranks of each group (of rollout: engines); empty: the first that returns results
+    with_stack: bool = False  # Python call stacks too; several times the size and the time
+    memory: bool = False  # GPU: a snapshot for pytorch.org/memory_viz; CPU: the process's resident memory (RSS) around each phase
+
+
+@dataclass(frozen=True)
 class Config:
     model: str = REQUIRED  # Hugging Face directory of the actor (and of reference and critic, unless they name another)
     reference: str | None = None  # Hugging Face directory of the reference; null: the actor's initial model
@@ -175,4 +187,5 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     plugins: tuple[str, ...] = ()  # modules imported at start; they register estimators and losses

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from megarl.algo.kl import KLController
 from megarl.cluster.reward_worker import RewardGroup
@@ -65,14 +66,24 @@ class Groups:
     actor: TrainGroup
     critic: TrainGroup | None
     rollout: RolloutGroup
-    rewards: RewardGroup
+    rewards: RewardGroup | None  # None: the caller scores the samples
+    reference: TrainGroup | None = None  # where the reference has processes of its own
+    placements: tuple[PlacementGroup, ...] = ()  # the slots of all of them
 
     def all(self) -> list[Any]:
-        return [*self.trainers(), self.rollout, self.rewards]
+        return [*self.trainers(), self.rollout, *([self.rewards] if self.rewards else [])]
 
     def trainers(self) -> list[TrainGroup]:
         """The groups of Megatron ranks, each once."""
-        return [self.actor] if self.critic in (None, self.actor) else [self.actor, self.critic]
+        found = [self.actor] if self.critic in (None, self.actor) else [self.actor, self.critic]
+        return [*found, self.reference] if self.reference else found
+
+    def stop(self) -> None:
+        """End all processes and give their slots back."""
+        for group in self.all():
+            group.stop()
+        for placement in self.placements:
+            remove_placement_group(placement)
 
     @property
     def scribe(self) -> TrainGroup:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megarl.config.model_checks import check_model_files
 from megarl.config.model_sizes import check_model_sizes, model_directories
+from megarl.config.reward_checks import parse_reward_file
 from megarl.config.schema import Config, LayoutConfig
 from megarl.controller.context import RunPaths
+from megarl.controller.critic_tokenizer import check_critic_tokenizer, critic_files, critic_notes
 from megarl.controller.run_directory import check_run_directory, digests, publish, staging
+from megarl.controller.stop_tokens import stop_tokens
 from megarl.data.prompts import PreparedSummary, prepare_prompts
 from megarl.data.supervised import prepare_supervised
-from megarl.errors import DataError, ModelError, explain
+from megarl.errors import ConfigError, DataError, ModelError, explain
 from megarl.rewards.pool import RewardPool
-from megarl.types import Layout
+from megarl.rollout.start import kv_cache_bytes
+from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
-from megarl.weights.hf_io import load_into
+from megarl.weights.hf_checks import check_tensors
+from megarl.weights.hf_io import load_into, tensor_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,37 +51,75 @@ def prepare(config: Config, paths: RunPaths) -> Prepared:
     """
     check_run_directory(config, paths)
     check_models(config)
+    parse_reward_file(config.reward.path)
     RewardPool(
         config.reward.path, config.reward.name, workers=1, timeout_s=config.reward.timeout_s
     ).close()  # it imports the file, in a process of its own
     tokenizer = load_tokenizer(config.model)
+    check_template(tokenizer, config.model)
     stop_token_ids = stop_tokens(tokenizer, config)
     with staging(paths) as staged:
         train, notes = prepare_data(config, tokenizer, staged)
         files = {f"{key}/config.json": Path(directory) / "config.json" for key, directory in model_directories(config).items()}
-        inputs = digests(staged, {"reward.path": Path(config.reward.path)} | files)
+        inputs = digests(staged, {"reward.path": Path(config.reward.path)} | files | critic_files(config))
+        notes += critic_notes(config)
         notes += publish(config, paths, staged, inputs)
     return Prepared(train.rows, stop_token_ids, tuple(notes))
 
 
 def check_models(config: Config) -> None:
-    """The model of every role: a known family, whole weights, and sizes that its layout can cut and that fit the other roles.
+    """The model of every role: a known family, whole weights that are the model's and finite, and sizes that its layout can cut and that
+    fit the other roles and the engine.
 
     Raises ModelError that names the key of the recipe.
     """
     directories = model_directories(config)
     hf_configs = {}
+    read: set[str] = set()  # most roles have one directory
     for key, directory in directories.items():
         head, role = ("value", "critic") if key == "critic.model" else ("lm", "actor")
         layout = config.critic.layout if role == "critic" else config.actor.layout
         try:
+            check_model_files(directory)
             hf_configs[key] = read_hf_config(directory)
             model_family(hf_configs[key]).megatron_kwargs(hf_configs[key])
             _check_shards(directory, hf_configs[key], _layout(layout), head)
+            check_tensors(directory, hf_configs[key], tensor_files(directory), head, read=directory not in read)
+            read.add(directory)
         except ModelError as error:
             cut = f"{role}.layout: tensor {layout.tensor}, pipeline {layout.pipeline}"
             raise ModelError(f"{key} = {directory} ({cut}): {error}") from error
+    check_critic_tokenizer(config, load_tokenizer)
     check_model_sizes(config, hf_configs)
+    check_engine(config, hf_configs["model"])
+
+
+def check_engine(config: Config, hf_config: dict[str, Any]) -> None:
+    """The engine can cut the actor, and its cache holds at least one sample. Raises ConfigError."""
+    sizes, ranks = model_family(hf_config).sizes(hf_config), config.rollout.tensor_parallel
+    heads, groups = sizes.heads, sizes.query_groups
+    if heads % ranks or max(groups, ranks) % min(groups, ranks):
+        raise ConfigError(
+            explain(
+                "the engine can't split the model's heads over its ranks",
+                where="rollout.tensor_parallel",
+                got=ranks,
+                expected=f"a divisor of {heads} (num_attention_heads), and a divisor or a multiple of {groups} (num_key_value_heads)",
+                do="choose another number of ranks, and more rollout.engines if devices are left over",
+            )
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    needed = kv_cache_bytes(replace(config.rollout, kv_cache_mib=0, max_concurrent_samples=1), longest, hf_config)
+    if kv_cache_bytes(config.rollout, longest, hf_config) < needed:
+        raise ConfigError(
+            explain(
+                "the engine's key/value cache can't hold one sample of full length",
+                where="rollout.kv_cache_mib",
+                got=config.rollout.kv_cache_mib,
+                expected=f"at least {ceil(needed / 2**20)}, for {longest} tokens (data.max_prompt_tokens + rollout.max_response_tokens)",
+                do="raise it (0: as much as rollout.max_concurrent_samples need), or shorten the samples",
+            )
+        )
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
@@ -83,56 +129,49 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise ModelError(explain("a model directory without tokenizer", where=directory, expected="tokenizer_config.json, tokenizer.json"))
     from transformers import AutoTokenizer  # seconds of imports; not before the cheap checks
 
+    do = "copy the model directory again, or install the release of tokenizers that wrote it"
+    _check_tokenizer_file(Path(directory) / "tokenizer.json", do)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        do = "copy the model directory again"
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(explain("the tokenizer can't be loaded", where=directory, got=error, do=do)) from error
+    files = sorted({name for name in tokenizer.vocab_files_names.values() if name})
+    if files and not any((Path(directory) / name).is_file() for name in files):  # transformers makes an empty one without a word
+        raise ModelError(explain("a tokenizer without vocabulary", where=directory, expected=" | ".join(files), do=do))
+    return tokenizer
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, config: Config) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation configuration's, which may be several, else the tokenizer's.
+def _check_tokenizer_file(file: Path, do: str) -> None:
+    """Raise ModelError for a damaged tokenizer.json. In a process of its own: the errors of the tokenizers package have no class."""
+    if not file.is_file():
+        return
+    source = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
+    child = subprocess.run([sys.executable, "-c", source, str(file)], capture_output=True, text=True, check=False)
+    if child.returncode:
+        said = child.stderr.strip().rpartition("\n")[2]
+        raise ModelError(explain("the tokenizer can't be loaded", where=str(file), got=said, do=do))
 
-    Raises ModelError for none, for anything that is no token id, and for a warm start that would teach an end which doesn't stop
-    generation.
-    """
-    file = Path(config.model) / "generation_config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise ModelError(explain("generation_config.json is no JSON object", where=str(file), got=error)) from error
-    found = tokenizer.eos_token_id if found is None else found
-    ids = found if isinstance(found, list) else [found]
-    if found is None or not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+
+def check_template(tokenizer: PreTrainedTokenizerBase, directory: str) -> None:
+    """Raise ModelError for a tokenizer without chat template."""
+    if not tokenizer.chat_template:
         raise ModelError(
             explain(
-                "no end-of-sequence token",
-                where=config.model,
-                got=repr(found),
-                expected="one token id, or several",
-                do="set eos_token_id in generation_config.json",
+                "the tokenizer has no chat template, so that prompts of messages can't become tokens",
+                where=directory,
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                do="copy the template of the model's instruct version, or write one",
             )
         )
-    if config.warm_start.enabled and tokenizer.eos_token_id not in ids:
-        raise ModelError(
-            explain(
-                "the warm start teaches the tokenizer's end of sequence, and generation doesn't stop there",
-                where=str(file),
-                got=f"eos_token_id {ids}; the tokenizer's is {tokenizer.eos_token_id}",
-                expected="the tokenizer's among them",
-                do="add it to eos_token_id in generation_config.json",
-            )
-        )
-    return tuple(ids)
 
 
 def prepare_data(config: Config, tokenizer: PreTrainedTokenizerBase, target: RunPaths) -> tuple[PreparedSummary, list[str]]:
     """Write the data files of ``target``; returns what became of the training prompts, and a line a file."""
     train = _prepare(config, tokenizer, config.data.train_files, target.train_prompts)
-    notes = [_describe("data.train_files", train)]
+    notes = [_describe("data.train_files", train, config.data.truncation)]
     if config.data.val_files:
         val = _prepare(config, tokenizer, config.data.val_files, target.val_prompts)
-        notes.append(_describe("data.val_files", val))
+        notes.append(_describe("data.val_files", val, config.data.truncation))
         if val.rows < config.data.val_prompts:
             raise DataError(
                 explain(
@@ -151,6 +190,7 @@ def prepare_data(config: Config, tokenizer: PreTrainedTokenizerBase, target: Run
             prompt_key=config.data.prompt_key,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
+            vocabulary=_vocabulary(config),
         )
         notes.append(f"warm_start.train_files: {pairs} pairs")
     return train, notes
@@ -161,20 +201,20 @@ def _layout(layout: LayoutConfig) -> Layout:
 
 
 def _check_shards(directory: str, hf_config: dict, layout: Layout, head: str) -> None:
-    """Every rank's part exists, and the directory holds each tensor of it in its shape; no weight is read."""
+    """The layout can cut the model, and the directory holds each tensor in its shape; no weight is read."""
     family = model_family(hf_config)
-    for pipeline in range(layout.pipeline):
-        for tensor in range(layout.tensor):
-            shards = family.shard(hf_config, layout, tensor, pipeline, head=head)
-            # Without elements to copy, loading is a check of names and shapes alone.
-            empty = {name: replace(shard, shape=(0,), copies=()) for name, shard in shards.items()}
-            load_into({name: torch.empty(0) for name in empty}, empty, directory)
+    family.shard(hf_config, Rank(0, layout), head=head)
+    shards = family.shard(hf_config, Rank(0, Layout()), head=head)  # one rank that holds all
+    # Without elements to copy, loading is a check of names and shapes alone.
+    empty = {name: replace(shard, shape=(0,), copies=()) for name, shard in shards.items()}
+    load_into({name: torch.empty(0) for name in empty}, empty, directory)
 
 
-def _describe(key: str, summary: PreparedSummary) -> str:
+def _describe(key: str, summary: PreparedSummary, truncation: str) -> str:
     """Dropped and cut prompts are named even when there are none, so that the line is the same to look for in every run."""
     kept = f"{summary.rows} prompts of up to {summary.max_tokens} tokens"
-    return f"{key}: {kept}; overlong: {summary.dropped} dropped, {summary.truncated} truncated"
+    lost = ", without the opening of the assistant's turn" if truncation == "right" and summary.truncated else ""
+    return f"{key}: {kept}; overlong: {summary.dropped} dropped, {summary.truncated} truncated{lost}"
 
 
 def _prepare(config: Config, tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...], target: Path) -> PreparedSummary:
@@ -185,4 +225,9 @@ def _prepare(config: Config, tokenizer: PreTrainedTokenizerBase, files: tuple[st
         prompt_key=config.data.prompt_key,
         max_prompt_tokens=config.data.max_prompt_tokens,
         truncation=config.data.truncation,
+        vocabulary=_vocabulary(config),
     )
+
+
+def _vocabulary(config: Config) -> int:
+    return int(read_hf_config(config.model)["vocab_size"])

@@ -10,17 +10,19 @@ from typing import Any
 import ray
 
 from megarl.algo.kl import FixedKLController, kl_controller
-from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.store import Checkpoint, CheckpointStore
 from megarl.cluster.calls import wait_all
-from megarl.cluster.placement import start_cluster
+from megarl.cluster.nodes import check_nodes
+from megarl.cluster.placement import CPU_WORKER_ENV, WORKER_ENV, start_cluster
 from megarl.cluster.worker import import_plugins
+from megarl.config.absolute import paths_of_workers, with_absolute_paths
 from megarl.config.schema import Config
 from megarl.controller.context import Context, Groups, RunPaths
 from megarl.controller.evaluate import Evaluation, evaluate
 from megarl.controller.prepare import Prepared, prepare
+from megarl.controller.profile import ProfiledSteps
 from megarl.controller.roles import load_roles, start_groups
-from megarl.controller.run_directory import check_run_directory, read_facts
+from megarl.controller.run_directory import check_run_directory, claimed, read_facts
 from megarl.controller.step import ppo_step
 from megarl.controller.warm_start import warm_start
 from megarl.data.cursor import PromptCursor
@@ -38,7 +40,7 @@ def train(config: Config) -> int:
     paths = RunPaths(Path(config.run.dir).resolve())
     check_sinks(config.run.sinks)
     check_run_directory(config, paths)  # before the lock puts a file into it
-    with RunLock(paths.root):
+    with claimed(paths.root):
         prepared = prepare(config, paths)  # what can be wrong without a worker is found here
         for note in prepared.notes:
             print(note)
@@ -47,7 +49,7 @@ def train(config: Config) -> int:
         if found is not None and found.step >= config.run.total_steps and read_facts(paths).get("finished_step") == found.step:
             print(f"nothing to do: {found.path} is step {found.step} of {config.run.total_steps}, and everything was written")
             return EXIT_DONE
-        return _run(config, paths, prepared, store, found)
+        return _run(with_absolute_paths(config), paths, prepared, store, found)
 
 
 def newest_checkpoint(store: CheckpointStore, config: Config) -> Checkpoint | None:
@@ -76,8 +78,9 @@ def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointS
     began = time.monotonic()
     start_cluster(config.cluster.address)
     try:
+        differences = _check_nodes(config, paths) if config.cluster.address is not None else []
         groups, facts = start_groups(config, paths)
-        for warning in facts["warnings"]:
+        for warning in [*differences, *facts["warnings"]]:
             print(f"warning: {warning}")
         print(f"started {_count_processes(groups)} worker processes in {time.monotonic() - began:.1f} s")
         _record(paths, {"start_s": time.monotonic() - began, "start_by_component_s": facts["start_by_component_s"]})
@@ -89,6 +92,12 @@ def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointS
         return finish(run, store)
     finally:
         ray.shutdown()
+
+
+def _check_nodes(config: Config, paths: RunPaths) -> list[str]:
+    lock = paths.root / "lock"  # it names this process, so that a directory of the same name on another disk is told from this one
+    env = WORKER_ENV | CPU_WORKER_ENV
+    return check_nodes(paths_of_workers(config), (str(lock), lock.read_text(encoding="utf-8")), env, config.cluster.start_deadline_s)
 
 
 def new_context(config: Config, paths: RunPaths, groups: Groups, prepared: Prepared) -> Context:
@@ -138,9 +147,11 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
         environment={"WANDB_PROJECT": config.run.wandb_project, "WANDB_NAME": config.run.name},
     )
     progress = Progress(config.run.total_steps, done=run.step)
+    profile = ProfiledSteps(config.profile, run.groups, run.paths.root / "profile", print)
     with progress:
         for step in range(run.step + 1, config.run.total_steps + 1):
-            metrics = ppo_step(run, step)
+            with profile.step(step):
+                metrics = ppo_step(run, step)
             run.step = step
             last = step == config.run.total_steps
             if _due(config.run.save_every_steps, step) or (last and saves(config)):
@@ -155,6 +166,7 @@ def loop(run: Context, store: CheckpointStore, found: Checkpoint | None) -> None
                 print(warning)
     for warning in sinks.close():
         print(warning)
+    _record(run.paths, profile.close())
 
 
 def saves(config: Config) -> bool:

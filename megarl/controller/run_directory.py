@@ -24,14 +24,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl import __version__
+from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
+from megarl.config.keys import all_keys
 from megarl.config.load import to_yaml
+from megarl.config.path_checks import check_writable
 from megarl.config.schema import Config
 from megarl.controller.context import RunPaths
 from megarl.device import fingerprint, installed_version
 from megarl.errors import ConfigError, explain
 
 RECIPE, FACTS, PREPARING, LOCK = "config.yaml", "run.json", "preparing", "lock"
+_TRIES = 20  # to lock a directory that others take away; each time somebody else's start was refused
 
 # What may differ between a run and its resume; every other key decides the numbers.
 FREE_KEYS = (
@@ -51,7 +55,9 @@ FREE_KEYS = (
     "rollout.max_concurrent_samples",
     "rollout.check_sync_every",
     "cluster.",
+    "profile.",
 )
+YOUNG_SECTIONS = ("profile",)  # of the recipe: runs that began before there were any go on
 
 
 def has_begun(paths: RunPaths) -> bool:
@@ -62,9 +68,10 @@ def has_begun(paths: RunPaths) -> bool:
 def check_run_directory(config: Config, paths: RunPaths) -> None:
     """Recognise the run directory as new, or as this run's; changes nothing.
 
-    Raises ConfigError for a directory that holds something else, for damaged files of the run, and for other settings than those
-    that a run began with (see :func:`has_begun`).
+    Raises ConfigError for a directory that can't be written or holds something else, for damaged files of the run, and for other
+    settings than those that a run began with (see :func:`has_begun`).
     """
+    check_writable(paths.root)
     entries = sorted(path.name for path in paths.root.iterdir()) if paths.root.is_dir() else []
     recipe = paths.root / RECIPE
     if not recipe.is_file():
@@ -100,21 +107,69 @@ def read_facts(paths: RunPaths) -> dict[str, Any]:
 
 
 @contextmanager
+def claimed(root: Path) -> Iterator[None]:
+    """Holds the run directory's lock. A directory that this made goes again when an error comes before anything but the lock is in it.
+
+    Raises ConfigError for one that another process holds (see :class:`RunLock`).
+    """
+    made = not root.exists()
+    lock = _locked(root)
+    try:
+        yield
+    except BaseException:
+        if made and [path.name for path in root.iterdir()] == [LOCK]:
+            (root / LOCK).unlink()
+            root.rmdir()
+        raise
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def _locked(root: Path) -> RunLock:
+    """A lock that others can see: where a refused start has just taken the directory away, another is made."""
+    problem: OSError | None = None
+    for _ in range(_TRIES):
+        lock = RunLock(root)
+        try:
+            lock.__enter__()
+        except FileNotFoundError as error:  # taken away between the making of the directory and the opening of the file
+            problem = error
+            continue
+        except OSError as error:
+            problem = error
+            break
+        if _is_ours(lock.path):
+            return lock
+        lock.__exit__(None, None, None)
+    raise _unwritable(root, problem)
+
+
+def _is_ours(lock: Path) -> bool:
+    """Whether the lock that can be seen is this process's: a file that was removed can be locked too."""
+    try:
+        return json.loads(lock.read_text())["pid"] == os.getpid()
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _unwritable(root: Path, got: object) -> ConfigError:
+    do = "make room or mend the permissions, or name another run.dir"
+    return ConfigError(explain("the run directory can't be written", where=str(root), got=got, do=do))
+
+
+@contextmanager
 def staging(paths: RunPaths) -> Iterator[RunPaths]:
     """A place inside the run directory where a start writes its files; empty at first, gone afterwards.
 
-    Raises ConfigError for a run directory that can't be written.
+    Raises ConfigError for a run directory that can't be written, or that has no room.
     """
     staged = RunPaths(paths.root / PREPARING)
     try:
         shutil.rmtree(staged.root, ignore_errors=True)
         (staged.root / "data").mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            explain("the run directory can't be written", where=str(paths.root), got=error, do="name another run.dir")
-        ) from error
-    try:
         yield staged
+    except OSError as error:  # what is read inside has errors of its own
+        raise _unwritable(paths.root, error) from error
     finally:
         shutil.rmtree(staged.root, ignore_errors=True)
 
@@ -163,13 +218,15 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise _damaged(file, error, do) from error
     missing = [part.name for part in fields(Config) if not isinstance(tree, dict) or part.name not in tree]
-    if missing:  # a run writes every key, the defaults included
+    if set(missing) - set(YOUNG_SECTIONS):  # a run writes every key, the defaults included
         raise _damaged(file, f"without {', '.join(missing)}", do)
     return tree
 
 
 def _refuse_changes(recipe: Path, recorded: dict[str, Any], config: Config) -> None:
-    old, new = _flat(recorded), _flat(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
+    new = _flat(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
+    since = {key: list(d) if isinstance(d, tuple) else d for key, d in ((key, all_keys()[key].default) for key in new)}
+    old = since | _flat(recorded)  # a key that is younger than the run had its default's effect
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old | new)

@@ -1,10 +1,13 @@
 """One PPO step, top to bottom. Nothing reads a column that is written later.
 
     column              written by                     read by
-    prompts, responses  rollout                        rewards, actor, reference, critic
+    prompts, responses  rollout                        rewards, actor, reference, critic (or, under critic.retokenize, its tokenizer)
     rollout_log_probs   rollout                        the comparison with the actor's
     log_probs           actor, before its update       KL penalty, policy loss
     ref_log_probs       reference                      KL penalty
+    critic_tokens       critic's tokenizer             critic, under critic.retokenize in the place of prompts and responses
+    critic_predictors   critic's tokenizer             critic: which of these tokens speaks of each response token
+    critic_lengths      critic's tokenizer             the controller, to balance the critic's samples
     values              critic, before its update      advantages, value loss
     last_values         critic, before its update      advantages, of truncated responses that bootstrap
     token_rewards       KL penalty                     advantages
@@ -40,29 +43,40 @@ Metrics = dict[str, float]
 
 def ppo_step(run: Context, step: int) -> Metrics:
     """Draw samples, score them, and update critic and actor on them."""
-    config, groups = run.config, run.groups
     METER.reset()
     began = time.monotonic()
     m = metrics.StepMetrics()
 
-    rows = run.cursor.take(config.rollout.prompts_per_step)
-    m.add_sync(to_generation(run))
-    requests, prompt_of = sample_requests(rows, config.rollout.responses_per_prompt, seed=config.run.seed, step=step)
-    batch, m.seconds["gen"] = groups.rollout.generate_sequences(requests, prompt_of, str(run.paths.train_prompts), run.sampling).result()
-    m.seconds["sleep"] = to_training(run)
-
-    scores, m.seconds["reward"] = groups.rewards.score(
-        batch, str(run.paths.train_prompts), log_path=str(run.paths.rollouts(step)), log_count=config.run.log_rollouts
-    ).result()
-    batch, reward = drop_failed(batch, scores, run)
-    m.add_samples(batch.info, scores, reward, config.data.max_prompt_tokens)
-
+    batch = draw_samples(run, run.cursor.take(run.config.rollout.prompts_per_step), step, m)
+    batch, reward = score_samples(run, batch, step, m)
     batch = add_log_probs_and_values(run, batch, m)
     batch = add_advantages(run, batch, reward, m)
 
     update(run, batch, step, m)
     m.finish(run, step, seconds=time.monotonic() - began, waited=METER.waited_s, received=METER.bytes_received)
     return m.values
+
+
+def draw_samples(run: Context, rows: np.ndarray, step: int, m: metrics.StepMetrics) -> DataProto:
+    """Responses to the prompts ``rows`` of the training data, drawn with the actor's weights as they are now."""
+    rollout = run.config.rollout
+    m.add_sync(to_generation(run))
+    requests, prompt_of = sample_requests(rows, rollout.responses_per_prompt, seed=run.config.run.seed, step=step)
+    path = str(run.paths.train_prompts)
+    batch, m.seconds["gen"] = run.groups.rollout.generate_sequences(requests, prompt_of, path, run.sampling).result()
+    m.seconds["sleep"] = to_training(run)
+    return batch
+
+
+def score_samples(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) -> tuple[DataProto, np.ndarray]:
+    """Call the reward function on every sample and apply the policy for failures; returns the kept samples and their scores [B]."""
+    config = run.config
+    scores, m.seconds["reward"] = run.groups.rewards.score(
+        batch, str(run.paths.train_prompts), log_path=str(run.paths.rollouts(step)), log_count=config.run.log_rollouts
+    ).result()
+    batch, reward = drop_failed(batch, scores, run)
+    m.add_samples(batch.info, scores, reward, config.data.max_prompt_tokens)
+    return batch, reward
 
 
 def drop_failed(batch: DataProto, scores: Scores, run: Context) -> tuple[DataProto, np.ndarray]:
@@ -78,21 +92,23 @@ def drop_failed(batch: DataProto, scores: Scores, run: Context) -> tuple[DataPro
 
 def add_log_probs_and_values(run: Context, batch: DataProto, m: metrics.StepMetrics) -> DataProto:
     """Columns log_probs, ref_log_probs and values. The critic works while the actor's group does the other two."""
-    actor, critic = run.groups.actor, run.groups.critic
+    actor, critic, reference = run.groups.actor, run.groups.critic, run.groups.reference or run.groups.actor
     temperature = run.sampling.temperature
     calls = [actor.forward("actor", batch, {"log_probs": "log_probs", "entropy": "entropy"}, temperature=temperature, phase="log-probs")]
     names = [("old_log_prob", ("log_probs",))]
     if run.config.algorithm.kl.where != "none":
         calls.append(
-            actor.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs")
+            reference.forward("reference", batch, {"log_probs": "ref_log_probs"}, temperature=temperature, phase="reference log-probs")
         )
         names.append(("ref", ("ref_log_probs",)))
+    reading = 0.0  # seconds of the critic's tokenizer
     if critic is not None:
+        batch, reading = critic.as_read("critic", batch)
         calls.append(critic.forward("critic", batch, {"values": "values", "last_values": "last_values"}, phase="values"))
         names.append(("values", ("values", "last_values")))
     for (phase, columns), (found, seconds) in zip(names, wait_all(*calls), strict=True):
         batch = batch.union(found.select(columns))
-        m.seconds[phase] = seconds
+        m.seconds[phase] = seconds + (reading if phase == "values" else 0.0)
     m.add_log_prob_gap(actor.compare_log_probs(batch).result())
     return batch
 
@@ -122,22 +138,35 @@ def update(run: Context, batch: DataProto, step: int, m: metrics.StepMetrics) ->
     actor_step = step - run.config.algorithm.critic_warmup_steps  # the actor's own count, for its learning rate
     calls: list[Pending[UpdateResult]] = []
     if groups.critic is not None:
-        train = partial(groups.critic.train_step, "critic", batch, loss=ValueLossSpec(clip=critic.value_clip), phase="update critic")
-        rate = learning_rate(critic.optim, step)
-        calls += [train(rows, lr=rate) for rows in _rows_of_steps(run, batch, critic, groups.critic)]
+        calls += critic_steps(groups.critic, batch, critic, step, drawn=run.samples_per_step)
     critic_calls = len(calls)
     if actor_step > 0:
-        train = partial(groups.actor.train_step, "actor", batch, loss=PolicyLossSpec(actor), phase="update actor")
-        rate, temperature = learning_rate(actor.optim, actor_step), run.sampling.temperature
-        calls += [train(rows, lr=rate, temperature=temperature) for rows in _rows_of_steps(run, batch, actor, groups.actor)]
+        calls += actor_steps(groups.actor, batch, actor, actor_step, run.sampling.temperature, drawn=run.samples_per_step)
         run.version += 1
     results = wait_all(*calls)
     m.add_update("critic", results[:critic_calls], learning_rate(critic.optim, step))
     m.add_update("actor", results[critic_calls:], learning_rate(actor.optim, actor_step))
 
 
-def _rows_of_steps(run: Context, batch: DataProto, part: ActorConfig | CriticConfig, group: TrainGroup) -> list[list[int]]:
-    return mini_batches(len(batch), run.samples_per_step, part.samples_per_mini_batch, part.epochs_per_step, group.layout.data)
+def critic_steps(group: TrainGroup, batch: DataProto, part: CriticConfig, step: int, *, drawn: int) -> list[Pending[UpdateResult]]:
+    """The critic's optimizer steps on a batch; ``drawn``: samples before any were dropped."""
+    batch, _ = group.as_read("critic", batch)  # once, where the batch doesn't have it from the values
+    train = partial(group.train_step, "critic", batch, loss=ValueLossSpec(clip=part.value_clip), phase="update critic")
+    rate = learning_rate(part.optim, step)
+    return [train(rows, lr=rate) for rows in _rows_of_steps(batch, part, group, drawn)]
+
+
+def actor_steps(
+    group: TrainGroup, batch: DataProto, part: ActorConfig, step: int, temperature: float, *, drawn: int
+) -> list[Pending[UpdateResult]]:
+    """The actor's optimizer steps on a batch; ``drawn``: samples before any were dropped."""
+    train = partial(group.train_step, "actor", batch, loss=PolicyLossSpec(part), phase="update actor")
+    rate = learning_rate(part.optim, step)
+    return [train(rows, lr=rate, temperature=temperature) for rows in _rows_of_steps(batch, part, group, drawn)]
+
+
+def _rows_of_steps(batch: DataProto, part: ActorConfig | CriticConfig, group: TrainGroup, drawn: int) -> list[list[int]]:
+    return mini_batches(len(batch), drawn, part.samples_per_mini_batch, part.epochs_per_step, group.layout.data)
 
 
 def mini_batches(kept: int, drawn: int, samples_per_mini_batch: int, epochs: int, replicas: int = 1) -> list[list[int]]:

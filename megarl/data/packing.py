@@ -31,19 +31,21 @@ def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -
     return [sorted(rows) for rows in _longest_first(sizes, parts, equal_counts=equal_counts)]
 
 
-def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int) -> list[list[list[int]]]:
+def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int, *, multiple: int = 1) -> list[list[list[int]]]:
     """Give each data-parallel replica its micro-batches: equal numbers of them, token totals as equal as that allows.
 
     Two ways are tried. Spreading samples over replicas and cutting each replica's by itself has the more even totals, but a replica of
     few long samples can't always be cut into its neighbour's number. Cutting all samples into a multiple of ``replicas`` and dealing
     whole micro-batches has the fewest of them, and goes wrong only where samples are too few for such a multiple (three samples of
     which no two fit together, on two replicas). There the numbers of two replicas differ by one: replicas of a dense model meet only
-    when gradients are reduced, so that none waits for the other in between.
+    when gradients are reduced, so that none waits for the other in between. (The engine adds micro-batches that teach nothing where it
+    does wait: for experts, and for the multiple that an interleaved pipeline takes.)
 
     Args:
         lengths: tokens of each sample, prompt and response, 1 or more.
         replicas: number of data-parallel replicas.
         max_tokens: token budget of one micro-batch.
+        multiple: each replica's number of micro-batches is one of it, where its samples are enough for that.
 
     Returns:
         For each replica its micro-batches, for each micro-batch its rows, ascending; none is empty, and every row is in one of them.
@@ -60,10 +62,10 @@ def cut_for_replicas(lengths: Sequence[int], replicas: int, max_tokens: int) -> 
         counts = [len(cut) for cut in replica_cuts]
         return min(counts) < max(counts), max(counts), max(sum(sizes[row] for rows in cut for row in rows) for cut in replica_cuts)
 
-    spread = _spread_then_cut(sizes, replicas, max_tokens)
-    if spread is not None and len(spread[0]) == -(-sum(sizes) // (replicas * max_tokens)):
+    spread = _spread_then_cut(sizes, replicas, max_tokens, multiple)
+    if spread is not None and len(spread[0]) == _up(-(-sum(sizes) // (replicas * max_tokens)), multiple):
         return spread  # as few as the total allows
-    dealt = _cut_then_deal(sizes, replicas, max_tokens)
+    dealt = _cut_then_deal(sizes, replicas, max_tokens, multiple)
     return dealt if spread is None else min(spread, dealt, key=cost)
 
 
@@ -133,22 +135,28 @@ def _check_budget(sizes: list[int], max_tokens: int) -> None:
         )
 
 
-def _spread_then_cut(sizes: list[int], replicas: int, max_tokens: int) -> list[list[list[int]]] | None:
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _spread_then_cut(sizes: list[int], replicas: int, max_tokens: int, multiple: int) -> list[list[list[int]]] | None:
     """None where a replica has fewer samples than another needs micro-batches."""
     parts = balance(sizes, replicas)
     cuts = [micro_batches([sizes[row] for row in part], max_tokens) for part in parts]
-    count = max(len(cut) for cut in cuts)
-    if count > min(len(part) for part in parts):
+    count, fewest = max(len(cut) for cut in cuts), min(len(part) for part in parts)
+    if count > fewest:
         return None
+    count = _up(count, multiple) if _up(count, multiple) <= fewest else count
     raised = [_raise_count(cut, [sizes[row] for row in part], max_tokens, count) for cut, part in zip(cuts, parts, strict=True)]
     return [[sorted(part[i] for i in rows) for rows in cut] for cut, part in zip(raised, parts, strict=True)]
 
 
-def _cut_then_deal(sizes: list[int], replicas: int, max_tokens: int) -> list[list[list[int]]]:
+def _cut_then_deal(sizes: list[int], replicas: int, max_tokens: int, multiple: int) -> list[list[list[int]]]:
     cut = _fewest_that_fit(sizes, max_tokens)
-    multiple = -(-len(cut) // replicas) * replicas
-    if multiple <= len(sizes):
-        cut = _raise_count(cut, sizes, max_tokens, multiple)
+    for wanted in (_up(len(cut), replicas * multiple), _up(len(cut), replicas)):
+        if wanted <= len(sizes):
+            cut = _raise_count(cut, sizes, max_tokens, wanted)
+            break
     totals = [sum(sizes[row] for row in rows) for rows in cut]
     return [[sorted(cut[i]) for i in dealt] for dealt in balance(totals, replicas, equal_counts=True)]
 

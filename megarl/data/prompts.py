@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from megarl.data.arrow_file import ArrowRows, write_rows
 from megarl.data.parquet import ROWS_PER_READ, PromptRecord, read_records, to_json
-from megarl.data.tokenise import ChatTokenizer, apply_template, check_limits, fit_prompt
+from megarl.data.tokenise import ChatTokenizer, apply_template, check_limits, check_vocabulary, fit_prompt
 from megarl.errors import DataError, explain
 from megarl.types import Ragged
 
@@ -43,7 +43,14 @@ class PreparedSummary:
 
 
 def prepare_prompts(
-    files: Sequence[str], tokenizer: ChatTokenizer, out_path: str | Path, *, prompt_key: str, max_prompt_tokens: int, truncation: str
+    files: Sequence[str],
+    tokenizer: ChatTokenizer,
+    out_path: str | Path,
+    *,
+    prompt_key: str,
+    max_prompt_tokens: int,
+    truncation: str,
+    vocabulary: int | None = None,
 ) -> PreparedSummary:
     """Tokenise the prompts of ``files`` (parquet, verl's schema) into one Arrow file at ``out_path``.
 
@@ -54,10 +61,12 @@ def prepare_prompts(
         prompt_key: column of messages.
         max_prompt_tokens: limit after the chat template.
         truncation: overlong prompt: error | left | right | drop.
+        vocabulary: ids of the model (its vocab_size); None: not checked.
 
     Raises:
         ConfigError: a missing file, or a limit or truncation out of range.
         DataError: missing columns, a malformed row, an overlong prompt under ``error``, a failing template, or no row left.
+        ModelError: a token id outside the vocabulary, or a template that is none.
     """
     check_limits(max_prompt_tokens, truncation)
     lengths: list[int] = []
@@ -70,6 +79,8 @@ def prepare_prompts(
             if fitted is None:
                 counts["dropped"] += 1
                 continue
+            if vocabulary is not None:
+                check_vocabulary(fitted, vocabulary, record.where)
             counts["truncated"] += len(fitted) < len(tokens)
             lengths.append(len(fitted))
             yield {"tokens": fitted, "text": text, **_described(record)}

@@ -14,7 +14,7 @@ import pyarrow as pa
 from megarl.data.arrow_file import ArrowRows, write_rows
 from megarl.data.parquet import PromptRecord, read_records
 from megarl.data.prompts import in_batches
-from megarl.data.tokenise import ChatTokenizer, apply_template, check_limits, fit_prompt
+from megarl.data.tokenise import ChatTokenizer, apply_template, check_limits, check_vocabulary, fit_prompt
 from megarl.errors import DataError, ModelError, explain
 from megarl.types import Ragged
 
@@ -38,16 +38,17 @@ def prepare_supervised(
     prompt_key: str,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    vocabulary: int | None = None,
 ) -> int:
     """Write the pairs of ``files`` (parquet, verl's schema) to one Arrow file; returns their number.
 
     The response is the text of ``reward_model.ground_truth``, encoded without special tokens, and the end-of-sequence token.
-    Overlong pairs are errors: a cut answer would teach the model to stop in the middle.
+    Overlong pairs are errors: a cut answer would teach the model to stop in the middle. ``vocabulary``: ids of the model, if known.
 
     Raises:
         ConfigError: a missing file or a limit below 1.
         DataError: a malformed row, a ground truth that is no text, an overlong prompt or response, or no row.
-        ModelError: the tokenizer has no end-of-sequence token.
+        ModelError: the tokenizer has no end-of-sequence token, or gives an id outside the vocabulary.
     """
     check_limits(max_prompt_tokens, "error")
     if tokenizer.eos_token_id is None:
@@ -58,7 +59,10 @@ def prepare_supervised(
         for record in read_records(files, prompt_key):
             tokens, _ = apply_template(tokenizer, record)
             prompt = fit_prompt(tokens, max_prompt_tokens, "error", record.where)
-            yield {"prompts": prompt, "responses": _response(tokenizer, record, max_response_tokens)}
+            response = _response(tokenizer, record, max_response_tokens)
+            if vocabulary is not None:
+                check_vocabulary([*tokens, *response], vocabulary, record.where)
+            yield {"prompts": prompt, "responses": response}
             empty = False
         if empty:
             raise DataError(explain("no supervised pair", where=", ".join(str(f) for f in files), got="0 rows", expected="at least one"))

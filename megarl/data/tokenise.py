@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jinja2
 
 from megarl.data.parquet import PromptRecord
-from megarl.errors import ConfigError, DataError, explain
+from megarl.errors import ConfigError, DataError, ModelError, explain
 
 TRUNCATIONS = ("error", "left", "right", "drop")
 
@@ -31,12 +31,22 @@ def apply_template(tokenizer: ChatTokenizer, record: PromptRecord) -> tuple[list
 
     Raises:
         DataError: the template refuses the messages, the tokenizer has none, or the prompt has no token.
+        ModelError: the template is none.
     """
     try:
         # return_dict=False: transformers 5 gives a BatchEncoding by default.
         tokens = tokenizer.apply_chat_template(record.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         text = tokenizer.apply_chat_template(record.messages, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+    except jinja2.TemplateSyntaxError as error:  # an unknown filter too
+        raise ModelError(
+            explain(
+                "the chat template of the tokenizer is no template",
+                where="chat_template.jinja, or chat_template in tokenizer_config.json",
+                got=f"line {error.lineno}: {error.message}",
+                do="mend it, or copy it from the model's source again",
+            )
+        ) from error
+    except (jinja2.TemplateError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise DataError(
             explain(
                 "the chat template failed",
@@ -46,8 +56,24 @@ def apply_template(tokenizer: ChatTokenizer, record: PromptRecord) -> tuple[list
             )
         ) from error
     if not tokens:
-        raise DataError(explain("a prompt without tokens", where=record.where, got=repr(text), expected="1 token or more"))
+        do = "look at the chat template and the row"
+        raise DataError(explain("a prompt without tokens", where=record.where, got=repr(text), expected="1 token or more", do=do))
     return list(tokens), text
+
+
+def check_vocabulary(tokens: list[int], vocabulary: int, where: str) -> None:
+    """Raise ModelError for a token id that a model of ``vocabulary`` ids has no embedding of."""
+    outside = [token for token in tokens if not 0 <= token < vocabulary]
+    if outside:
+        raise ModelError(
+            explain(
+                "the tokenizer gives an id that the model doesn't know",
+                where=where,
+                got=f"id {outside[0]}",
+                expected=f"0 to {vocabulary - 1} (vocab_size {vocabulary} of config.json)",
+                do="take tokenizer and weights from one model, or enlarge its embedding (resize_token_embeddings of transformers)",
+            )
+        )
 
 
 def fit_prompt(tokens: list[int], max_tokens: int, truncation: str, where: str) -> list[int] | None:

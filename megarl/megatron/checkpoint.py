@@ -31,7 +31,8 @@ def save_engine(engine: Engine, directory: Path) -> None:
 def load_engine(engine: Engine, directory: Path) -> None:
     """Load what :func:`save_engine` wrote, from any layout. Collective.
 
-    Raises CheckpointError where the directory holds no checkpoint, or one that only a newer megatron-core can read.
+    Raises CheckpointError where the directory holds no checkpoint, one that only a newer megatron-core can read, or a trained one from
+    a layout with expert parallelism where this one has none, or the other way round.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
@@ -45,11 +46,30 @@ def load_engine(engine: Engine, directory: Path) -> None:
                 do="resume with the Python and the megatron-core that wrote it",
             )
         )
+    if engine.optimizer is not None:
+        _check_experts(engine, directory)
     with on_compute_device():
         state = dist_checkpointing.load(_sharded_state(engine, loading=True), str(directory))
-        _copy_in_place(unwrap(engine.model), state["model"])
+        for i, chunk in enumerate(engine.chunks):
+            _copy_in_place(unwrap(chunk), state[f"model{i}"])
         if engine.optimizer is not None:
             _load_optimizer(engine.optimizer, state["optimizer"])
+
+
+def _check_experts(engine: Engine, directory: Path) -> None:
+    """Under expert parallelism megatron-core gives the experts an optimizer of their own, whose states have other names."""
+    saved = any(key.startswith("chained_") for key in dist_checkpointing.load_tensors_metadata(str(directory)))
+    wanted = len(engine.optimizer.chained_optimizers) > 1
+    if saved != wanted:
+        raise CheckpointError(
+            explain(
+                "optimizer states with and without expert parallelism can't be loaded into each other",
+                where=str(directory),
+                got=f"a checkpoint written {'with' if saved else 'without'} it",
+                expected=f"one written {'with' if wanted else 'without'} it, as layout.expert = {engine.rank.layout.expert} says",
+                do="resume with an expert-parallel size of " + ("2 or more" if saved else "1"),
+            )
+        )
 
 
 def reads_common_state_inside() -> bool:
@@ -61,9 +81,9 @@ def reads_common_state_inside() -> bool:
 
 
 def _sharded_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": unwrap(engine.model).sharded_state_dict()}
+    state: dict[str, Any] = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(engine.chunks)}
     if engine.optimizer is not None:
-        state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_METADATA)
+        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=_METADATA)
     return state
 
 
@@ -73,22 +93,25 @@ def _copy_in_place(model: torch.nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(state, strict=True)
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
     """Load the optimizer, around three faults of megatron-core with torch's Adam.
 
     The distributed optimizer expects a saved ``step`` for each parameter although it saves one for all, so the moments are loaded while
     the steps are set aside. And the one step that was saved is shared as one tensor by all parameters, so that each increment would count
-    for all of them. A step of 0 is not saved at all.
+    for all of them. A step of 0 is not saved at all. Experts have an optimizer of their own.
     """
-    moments = state.pop("param_state", None)
-    (part,) = optimizer.chained_optimizers
-    inner = state.get("optimizer", state)  # with master weights one level further in
-    if isinstance(part.optimizer, torch.optim.AdamW) and "state" in inner:
-        inner["state"].setdefault("common_step", torch.tensor(0.0))
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    moments = [part_state.pop("param_state", None) for part_state in states]
+    for part, part_state in zip(parts, states, strict=True):
+        inner = part_state.get("optimizer", part_state)  # with master weights one level further in
+        if isinstance(part.optimizer, torch.optim.AdamW) and "state" in inner:
+            inner["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
-    states = [s for s in part.optimizer.state.values() if torch.is_tensor(s.get("step"))]
-    steps = [s.pop("step") for s in states]
-    if moments is not None:
-        part.load_parameter_state_from_fully_reshardable(moments)
-    for s, step in zip(states, steps, strict=True):
-        s["step"] = step.clone()
+    for part, moment in zip(parts, moments, strict=True):
+        saved = [s for s in part.optimizer.state.values() if torch.is_tensor(s.get("step"))]
+        steps = [s.pop("step") for s in saved]
+        if moment is not None:
+            part.load_parameter_state_from_fully_reshardable(moment)
+        for s, step in zip(saved, steps, strict=True):
+            s["step"] = step.clone()

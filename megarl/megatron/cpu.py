@@ -26,7 +26,7 @@ class CudaMeansCpu(TorchFunctionMode):
     """Inside it ``device="cuda"``, ``.cuda()`` and CUDA type names mean the CPU, and memory is not pinned.
 
     A mode and not a patch, since it must reach tensor methods. It costs a Python call per operation, so that it is entered only around
-    building the model, the optimizer's step and checkpoints, never around forward and backward passes.
+    building the model, megatron-core's schedules, the optimizer's step and checkpoints.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,6 +67,7 @@ def check_version() -> str | None:
 def install() -> None:
     """Make megatron-core usable on a CPU; call once per process, before building a model. No-op where CUDA exists."""
     global _installed  # noqa: PLW0603 - the patched names are global to the process as well
+    _name_missing_gemm()
     if on_gpu() or _installed:
         return
     _installed = True
@@ -76,6 +77,8 @@ def install() -> None:
     torch.cuda.Stream = _NullStream  # type: ignore[misc,assignment]
     torch.cuda.Event = _NullEvent  # type: ignore[misc,assignment]
     _use_plain_results_queue()
+    _split_sizes_on_the_cpu()
+    _unequal_parts()
 
 
 class _NullStream:
@@ -96,6 +99,9 @@ class _NullStream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def record_event(self, event: Any = None) -> "_NullEvent":
+        return _NullEvent()
+
     def synchronize(self) -> None:
         pass
 
@@ -109,6 +115,50 @@ class _NullEvent(_NullStream):
 
     def query(self) -> bool:
         return True
+
+
+def _name_missing_gemm() -> None:
+    """The router asks whether Transformer Engine's matrix product is None, and 0.16 gives it no name where that isn't installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _split_sizes_on_the_cpu() -> None:
+    """Experts' all-to-all takes its split sizes as numpy arrays, into which megatron-core turns them only where they come from a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _unequal_parts() -> None:
+    """gloo gathers and scatters equal parts alone, and experts that are cut themselves hold unequal numbers of tokens."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        filled = input_.new_zeros(max(sizes), *input_.shape[1:])
+        filled[: len(input_)] = input_
+        parts = [torch.empty_like(filled) for _ in sizes]
+        torch.distributed.all_gather(parts, filled, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_parts(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_parts
 
 
 def _use_plain_results_queue() -> None:

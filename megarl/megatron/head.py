@@ -81,3 +81,17 @@ def vocab_parallel_log_probs(
     if entropy is not None and not entropy_gradient:
         entropy = entropy.detach()
     return target_score - log_total, entropy
+
+
+def on_all_context_ranks(part: torch.Tensor, picks: torch.Tensor, total: int) -> torch.Tensor:
+    """All ``total`` numbers on each context-parallel rank, of which this one computed those at ``picks``.
+
+    Losses then see whole sequences. Gradients flow to ``part`` alone: what others computed is a constant here, and Megatron's sum over
+    the ranks puts the whole gradient together.
+    """
+    whole = part.new_zeros(total).index_put((picks,), part)
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return whole
+    everywhere = whole.detach().clone()
+    dist.all_reduce(everywhere, group=parallel_state.get_context_parallel_group())
+    return whole + (everywhere - whole.detach())

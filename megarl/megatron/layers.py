@@ -33,27 +33,34 @@ def fusions(spec: str) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+        "moe_grouped_gemm": fused,  # of mixtures of experts
         "gradient_accumulation_fusion": False,  # the output layer is megatron-core's own and would need apex for it
     }
 
 
-def block_spec(config: TransformerConfig, spec: str) -> TransformerBlockSubmodules:
-    """One layer specification for each layer of this stage, and the norm after the last.
+def block_spec(config: TransformerConfig, spec: str, chunk: int | None) -> TransformerBlockSubmodules:
+    """One layer specification for each layer of this stage's model chunk (None: it has one alone), and the norm after the last.
 
     Given as a whole block, and not as one layer, since the block would otherwise choose its last norm by itself.
     """
     layer, norm = (_te_layer if spec == "te" else _local_layer)(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=norm)
 
 
 def _te_layer(config: TransformerConfig) -> tuple[Any, Any]:
     from megatron.core.extensions.transformer_engine import TENorm
 
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    experts = config.num_moe_experts
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=config.qk_layernorm
+    )
+    return layer, TENorm
 
 
 def _local_layer(config: TransformerConfig) -> tuple[Any, Any]:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     parts = layer.submodules
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm

@@ -1,4 +1,4 @@
-"""Build this rank's part of a model from a Hugging Face configuration and a layout."""
+"""Build this rank's part of a model, one chunk or several, from a Hugging Face configuration and a layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.device import compute_device
 from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.head import ValueHead
 from megarl.megatron.layers import block_spec, fusions
-from megarl.megatron.world import Rank
+from megarl.types import Rank
 from megarl.weights.dtypes import DTYPES
 from megarl.weights.families import model_family
 from megarl.weights.table import padded_vocab_size
@@ -42,7 +42,10 @@ def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.d
         **family_kwargs,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -60,26 +63,34 @@ def transformer_config(family_kwargs: dict[str, Any], rank: Rank, dtype: torch.d
     )
 
 
-def build_model(hf_config: dict[str, Any], rank: Rank, role: Role, spec: str) -> GPTModel:
-    """This rank's pipeline stage, on this rank's device, with weights still to be loaded. ``spec``: "local" or "te" layers."""
-    dtype = DTYPES[role.dtype]
+def build_model(hf_config: dict[str, Any], rank: Rank, role: Role, spec: str) -> list[GPTModel]:
+    """This rank's model chunks (one, unless the pipeline is interleaved), on this rank's device, with weights still to be loaded.
+
+    ``spec``: "local" or "te" layers. All chunks share one configuration, as megatron-core's schedules expect.
+    """
     kwargs = model_family(hf_config).megatron_kwargs(hf_config)
     model_kwargs = dict(kwargs["model"])
     model_kwargs["vocab_size"] = padded_vocab_size(model_kwargs["vocab_size"], rank.layout.tensor)
     if role.head == "value":
         model_kwargs["share_embeddings_and_output_weights"] = False
-    config = transformer_config(kwargs["transformer"], rank, dtype, spec)
+    config = transformer_config(kwargs["transformer"], rank, DTYPES[role.dtype], spec)
+    return [_build_chunk(config, model_kwargs, rank, role, spec, chunk) for chunk in range(rank.layout.virtual_pipeline)]
+
+
+def _build_chunk(config: TransformerConfig, model_kwargs: dict[str, Any], rank: Rank, role: Role, spec: str, chunk: int) -> GPTModel:
+    stage = chunk if rank.layout.virtual_pipeline > 1 else None
     with on_compute_device():
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, spec),
-            pre_process=rank.is_first_stage,
-            post_process=rank.is_last_stage,
+            transformer_layer_spec=block_spec(config, spec, stage),
+            pre_process=rank.holds("first", chunk),
+            post_process=rank.holds("last", chunk),
             parallel_output=True,
             **model_kwargs,
             scatter_embedding_sequence_parallel=True,
+            vp_stage=stage,
         )
-    if role.head == "value" and rank.is_last_stage:
+    if role.head == "value" and rank.holds("last", chunk):
         model.output_layer = ValueHead(config)
     _mark_tensor_parallel(model)
     model.to(compute_device())
@@ -102,21 +113,24 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
 
-def wrap_for_training(model: GPTModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Megatron's DDP: contiguous gradient buffers, summed (not averaged) over data-parallel ranks."""
+def wrap_for_training(chunks: list[GPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """Megatron's DDP: contiguous gradient buffers, summed (not averaged) over data-parallel and context-parallel ranks."""
     with on_compute_device():
-        return DistributedDataParallel(
-            config=model.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=distributed_optimizer,
-                bucket_size=None,
-            ),
-            module=model,
-        )
+        return [
+            DistributedDataParallel(
+                config=chunk.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=False,
+                    use_distributed_optimizer=distributed_optimizer,
+                    bucket_size=None,
+                ),
+                module=chunk,
+            )
+            for chunk in chunks
+        ]
 
 
 def unwrap(model: Any) -> GPTModel:
-    """The model inside a DDP wrapper, or itself."""
+    """The model chunk inside a DDP wrapper, or itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model

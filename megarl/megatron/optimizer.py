@@ -27,8 +27,8 @@ class OptimizerSettings:
     distributed: bool = False
 
 
-def build_optimizer(model: Any, settings: OptimizerSettings, dtype: str) -> Any:
-    """The optimizer of a wrapped model. bfloat16 parameters get float32 master weights."""
+def build_optimizer(chunks: list[Any], settings: OptimizerSettings, dtype: str) -> Any:
+    """The optimizer of wrapped model chunks. bfloat16 parameters get float32 master weights."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -43,7 +43,7 @@ def build_optimizer(model: Any, settings: OptimizerSettings, dtype: str) -> Any:
         use_distributed_optimizer=settings.distributed,
     )
     with on_compute_device():
-        optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     _fill_fresh_state(optimizer)
     return optimizer
 

@@ -118,7 +118,13 @@ class RewardProcess:
         if "ready" not in answer:
             self.kill()
             raise ConfigError(
-                answer.get("refused") or explain("the reward file can't be imported", where=self._path, got=answer.get("broken"))
+                answer.get("refused")
+                or explain(
+                    "the reward file can't be imported",
+                    where=self._path,
+                    got=answer.get("broken"),
+                    do="mend the file; it must import by itself",
+                )
             )
 
     def _gone(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from megarl.config.schema import RolloutConfig
 from megarl.device import on_gpu
 from megarl.errors import ConfigError, DivergedError, SyncError, explain
+from megarl.profiling import Recorded, Window
 from megarl.rollout.environment import prepare_environment
 from megarl.rollout.start import start_vllm
 from megarl.types import GenerationRequest, Ragged, SamplingSettings
@@ -128,6 +129,20 @@ class RolloutEngine:
         params = [sampling_params(sampling, request.seed) for request in requests]
         outputs = [output.outputs[0] for output in self._llm.generate(inputs, params, use_tqdm=False)]
         return collect(outputs)
+
+    def start_profile(self, window: Window) -> None:
+        """Have ranks that are processes of their own record themselves; one rank is recorded with the caller's process."""
+        if self.config.tensor_parallel > 1:
+            self._llm.collective_rpc("megarl_start_profile", args=(asdict(window),))
+
+    def stop_profile(self) -> Recorded:
+        """Have them write what they recorded."""
+        found = Recorded()
+        if self.config.tensor_parallel > 1:
+            for one in self._llm.collective_rpc("megarl_stop_profile"):
+                found.files += one["files"]
+                found.failures += one["failures"]
+        return found
 
     def _check(self, requests: Sequence[GenerationRequest], prompts: Ragged, sampling: SamplingSettings) -> None:
         if self.version == _NO_VERSION:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from megarl.device import device_id, synchronize
 from megarl.errors import MegarlError, SyncError, explain
+from megarl.profiling import Profiler, Window
 from megarl.rollout.packing import finish_written_modules, keep_plain_weights
 from megarl.rollout.recorder import record_loader
 from megarl.weights.cuda_ipc import open_exported
@@ -36,6 +38,7 @@ class WeightReceiver:
     model_runner: Any
     rank: int
     megarl_fills: Sequence[tuple[Region, float]] = ()  # what the loader sets to one number: vocabulary padding
+    megarl_profiler: Profiler  # made at megarl_layout, as megarl_opened is
     megarl_opened: dict[int, tuple[str, dict[str, torch.Tensor]]]  # training rank -> token of its manifest, its parameters (CUDA)
 
     def megarl_layout(self) -> Answer:
@@ -48,7 +51,16 @@ class WeightReceiver:
         Answers with bytes copied and the seconds of each stage (open, copy, check, process), or with an error: a training process is
         gone, a parameter has another dtype, or a slice differs from its source afterwards.
         """
-        return _answer(lambda: self._megarl_sync(plan, manifests, check))
+        with self.megarl_profiler.phase("sync weights"):
+            return _answer(lambda: self._megarl_sync(plan, manifests, check))
+
+    def megarl_start_profile(self, window: Mapping[str, Any]) -> None:
+        """Begin to record this rank, where it is a process of its own. ``window``: fields of :class:`megarl.profiling.Window`."""
+        self.megarl_profiler.start(Window(**{**window, "name": f"{window['name']}_tensor_{self.rank}"}))
+
+    def megarl_stop_profile(self) -> dict[str, list[str]]:
+        """Write what was recorded; answer with the fields of :class:`megarl.profiling.Recorded`."""
+        return asdict(self.megarl_profiler.stop())
 
     def megarl_digests(self) -> dict[str, str]:
         """Parameter -> SHA-256 of its bytes: what two engines are compared by."""
@@ -60,6 +72,7 @@ class WeightReceiver:
         recording = record_loader(self.vllm_config, model_family(hf_config).hf_tensors(hf_config))
         self.megarl_fills = recording.fills
         self.megarl_opened = {}
+        self.megarl_profiler = Profiler()
         return {"device": device_id(), "copies": [(tuple(source), tuple(target)) for source, target in recording.copies]}
 
     def _megarl_sync(self, plan: Mapping[int, Slices], manifests: Mapping[int, Mapping[str, Any]], check: bool) -> dict[str, float]:

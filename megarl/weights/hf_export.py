@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megarl.errors import CheckpointError, ModelError, explain
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import model_family
 from megarl.weights.hf_io import INDEX_FILE, SINGLE_FILE, check_parameters
 from megarl.weights.regions import Box, as_slices, overlap, volume
@@ -41,7 +41,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class HfExport:
     """A Hugging Face directory in the making.
 
-    One process calls :meth:`create`, then every rank of one replica calls :meth:`open` and :meth:`write`, then one process calls
+    One process calls :meth:`create`, then every rank calls :meth:`open` and :meth:`write`, then one process calls
     :meth:`finish`. Ranks on several hosts need a file system on which mapped writes of two hosts into one file don't collide.
     """
 
@@ -70,8 +70,8 @@ class HfExport:
         directory = Path(directory)
         family = model_family(hf_config)
         shapes = family.hf_tensors(hf_config, head=head)
-        ranks = [(tp, family.shard(hf_config, layout, tp, pp, head=head)) for tp in range(layout.tensor) for pp in range(layout.pipeline)]
-        check_coverage(shapes, ranks)
+        ranks = [Rank(index, layout) for index in range(layout.world_size)]
+        check_coverage(shapes, [(rank, family.shard(hf_config, rank, head=head)) for rank in ranks])
         try:
             directory.mkdir(parents=True)
         except FileExistsError as error:
@@ -103,8 +103,8 @@ class HfExport:
                     table[name] = (path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
         return cls(directory, table)
 
-    def write(self, params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], tp_rank: int) -> None:
-        """Write what this rank owns: of replicated parameters, tensor-parallel rank 0's; of a tied output layer, nothing.
+    def write(self, params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], rank: Rank) -> None:
+        """Write what ``rank`` owns: of what several ranks hold, the first one's; of a tied output layer, nothing.
 
         Numbers are cast to the export's dtype. Returns when they are on disk.
         """
@@ -112,7 +112,7 @@ class HfExport:
         with torch.no_grad():
             files = {file: _map(self.directory / file) for file in {entry[0] for entry in self._table.values()}}
             for name, shard in shards.items():
-                for source, target in shard.copies if shard.owned_by(tp_rank) else ():
+                for source, target in shard.copies if shard.owned_by(rank) else ():
                     file, dtype, shape, offset = self._table[source.name]
                     tensor = torch.frombuffer(files[file], dtype=dtype, count=prod(shape), offset=offset).view(shape)
                     tensor[as_slices(source.box)] = params[name].detach()[as_slices(target.box)].to(device="cpu", dtype=dtype)
@@ -146,12 +146,12 @@ class HfExport:
         _to_disk(target.parent)
 
 
-def check_coverage(shapes: Shapes, ranks: list[tuple[int, dict[str, ParameterShard]]]) -> None:
-    """Raise CheckpointError unless the parts that (tensor-parallel rank, shards) own cover each element of ``shapes`` exactly once."""
+def check_coverage(shapes: Shapes, ranks: list[tuple[Rank, dict[str, ParameterShard]]]) -> None:
+    """Raise CheckpointError unless the parts that the ranks own cover each element of ``shapes`` exactly once."""
     boxes: dict[str, list[Box]] = defaultdict(list)
-    for tp_rank, shards in ranks:
+    for rank, shards in ranks:
         for shard in shards.values():
-            for source, _ in shard.copies if shard.owned_by(tp_rank) else ():
+            for source, _ in shard.copies if shard.owned_by(rank) else ():
                 boxes[source.name].append(source.box)
     if boxes.keys() != shapes.keys():
         raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +9,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megarl.config.model_checks import INDEX as INDEX_FILE
+from megarl.config.model_checks import WEIGHTS as SINGLE_FILE
+from megarl.config.model_checks import read_index
 from megarl.errors import ModelError, explain
+from megarl.weights.hf_checks import check_finite
 from megarl.weights.regions import Region, as_slices, volume
 from megarl.weights.table import ParameterShard
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "check_parameters", "load_into", "tensor_files"]
 
 
 def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], hf_dir: str | Path) -> tuple[str, ...]:
@@ -23,7 +25,7 @@ def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, Parameter
 
     Numbers are cast to each parameter's dtype. Returns the parameters whose tensor the directory doesn't have and needn't (a
     value head over a language model): they are left as they are. Raises ModelError that names file and tensor when something
-    is missing or has another shape.
+    is missing, has another shape or is not finite.
     """
     check_parameters(params, shards)
     absent = []
@@ -41,6 +43,12 @@ def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, Parameter
             for source, target in shard.copies:
                 parameter[as_slices(target.box)] = reader.read(source).to(parameter.dtype)
     return tuple(absent)
+
+
+def tensor_files(hf_dir: str | Path) -> dict[str, str]:
+    """Tensor name -> file name of a directory of safetensors. Raises ModelError for none, or a damaged one."""
+    with ExitStack() as files:
+        return _Reader(Path(hf_dir), files).file_of
 
 
 def check_parameters(params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard]) -> None:
@@ -77,12 +85,7 @@ class _Reader:
         index = self.directory / INDEX_FILE
         if not index.is_file():
             return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
-        try:
-            return json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                explain("not an index of safetensors", where=str(index), got=repr(error), expected='{"weight_map": {tensor: file}}')
-            ) from error
+        return read_index(index)
 
     def _handle(self, file: str) -> safe_open:
         if file not in self._open:
@@ -129,5 +132,8 @@ class _Reader:
             )
 
     def read(self, region: Region) -> torch.Tensor:
-        """The elements of ``region`` alone, in the file's dtype."""
-        return self._handle(self.file_of[region.name]).get_slice(region.name)[as_slices(region.box)]
+        """The elements of ``region`` alone, in the file's dtype. Raises ModelError for one that is not finite."""
+        file = self.file_of[region.name]
+        numbers = self._handle(file).get_slice(region.name)[as_slices(region.box)]
+        check_finite(numbers, region.name, str(self.directory / file))
+        return numbers

@@ -7,11 +7,11 @@ backward, and resharding joins two of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.errors import ModelError, explain
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.regions import Copy, Region, cut_target, whole
 
 # Rows of embedding and output layer per tensor-parallel rank are a multiple of this: 16 bf16 numbers are the 32 bytes
@@ -39,25 +39,27 @@ class ModelSizes:
     head_dim: int
     vocab: int
     tied: bool  # output layer = embedding
+    experts: int = 0  # of each mixture layer; 0: a dense model
+    expert_ffn: int = 0  # of one expert
 
     def of(self, symbol: str) -> int:
-        """The length behind a symbol of the table: hidden, ffn, vocab, q, kv, one."""
-        lengths = {"hidden": self.hidden, "ffn": self.ffn, "vocab": self.vocab, "one": 1}
+        """The length behind a symbol of the table: hidden, ffn, vocab, q, kv, head, experts, expert_ffn, one."""
+        lengths = {"hidden": self.hidden, "ffn": self.ffn, "vocab": self.vocab, "one": 1, "head": self.head_dim}
         lengths |= {"q": self.heads * self.head_dim, "kv": self.query_groups * self.head_dim}
+        lengths |= {"experts": self.experts, "expert_ffn": self.expert_ffn}
         return lengths[symbol]
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor of the table: its name with ``{layer}`` and the symbols of its shape."""
+    """A Hugging Face tensor of the table: its name with ``{layer}`` (and ``{expert}``) and the symbols of its shape."""
 
     name: str
     dims: tuple[str, ...]
 
-    def region(self, sizes: ModelSizes, layer: int | None) -> Region:
-        """All of the tensor in decoder layer ``layer`` (counted over the whole model)."""
-        name = self.name if layer is None else self.name.format(layer=layer)
-        return Region(name, whole([sizes.of(dim) for dim in self.dims]))
+    def region(self, sizes: ModelSizes, layer: int | None = None, expert: int | None = None) -> Region:
+        """All of the tensor in decoder layer ``layer``, for its expert ``expert``; both are counted over the whole model."""
+        return Region(self.name.format(layer=layer, expert=expert), whole([sizes.of(dim) for dim in self.dims]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ Op = Callable[[tuple[Region, ...], ModelSizes, int], Whole]
 class Row:
     """One line of the table."""
 
-    megatron: str  # name of the parameter; {layer} counts within the pipeline stage
+    megatron: str  # name of the parameter; {layer} counts within the model chunk, {expert} within the rank
     hf: tuple[HfTensor, ...]
     op: Op
     tensor_axis: int | None  # dimension cut by tensor parallelism; None: every rank holds all of it
@@ -86,10 +88,10 @@ class Row:
     optional: bool = False  # absent from a language model's directory
     expert: bool = False  # one of the experts of a mixture, cut by expert parallelism
 
-    def name(self, spec: str, local_layer: int | None) -> str:
-        """The parameter's name in ``model.named_parameters()`` of its stage."""
+    def name(self, spec: str, local_layer: int | None = None, local_expert: int | None = None) -> str:
+        """The parameter's name in ``model.named_parameters()`` of its model chunk."""
         pattern = self.te if spec == "te" and self.te is not None else self.megatron
-        return pattern if local_layer is None else pattern.format(layer=local_layer)
+        return pattern.format(layer=local_layer, expert=local_expert)
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,17 @@ class ParameterShard:
 
     shape: tuple[int, ...]
     copies: tuple[Copy, ...]  # Hugging Face region -> region of this parameter; elements outside all targets are padding (zero)
-    replicated_over_tp: bool  # every tensor-parallel rank holds the same
+    replicated_over_tp: bool  # every (expert-)tensor-parallel rank holds the same
     hf_tensors: tuple[Region, ...] = ()  # all of each Hugging Face tensor in it
     duplicate: bool = False  # tied output layer of the last pipeline stage: the embedding once more
     optional: bool = False  # value head: a language model's directory has no such tensor
+    expert: bool = False  # cut over the ranks of a stage by ``expert`` and ``expert_tensor``, not by ``tensor``
 
-    def owned_by(self, tp_rank: int) -> bool:
-        """Whether this rank's copy is the one that an export writes."""
-        return not self.duplicate and (not self.replicated_over_tp or tp_rank == 0)
+    def owned_by(self, rank: Rank) -> bool:
+        """Whether ``rank``'s copy, of all replicas, is the one that an export writes."""
+        first_replica = rank.expert_data == 0 if self.expert else rank.data == 0 and rank.context == 0
+        first_holder = not self.replicated_over_tp or (rank.expert_tensor if self.expert else rank.tensor) == 0
+        return first_replica and first_holder and not self.duplicate
 
 
 def copy_op(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
@@ -123,7 +128,7 @@ def pad_vocabulary(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) 
 
 def gate_up(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
     """``linear_fc1`` of a gated MLP: each rank's rows are [its rows of gate; its rows of up]."""
-    _divides("intermediate_size", sizes.ffn, tensor)
+    _divides("the intermediate size", tensors[0].box[0][1], tensor)
     return _interleave(tensors, blocks=tensor)
 
 
@@ -150,6 +155,12 @@ def _interleave(tensors: tuple[Region, ...], blocks: int) -> Whole:
     return Whole((row, *(stop for _, stop in tensors[0].box[1:])), tuple(copies))
 
 
+_HOW_TO_DIVIDE = {
+    "num_hidden_layers": "use a number of pipeline stages (times model chunks of each) that divides it",
+    "num_experts": "use a number of expert-parallel ranks that divides it",
+}
+
+
 def _divides(key: str, size: int, parts: int) -> None:
     if size % parts:
         raise ModelError(
@@ -157,21 +168,22 @@ def _divides(key: str, size: int, parts: int) -> None:
                 f"`{key}` can't be split evenly",
                 got=f"{key} = {size}, to be split into {parts}",
                 expected=f"a multiple of {parts}",
-                do="use a number of pipeline stages that divides it" if key == "num_hidden_layers" else "use fewer tensor-parallel ranks",
+                do=_HOW_TO_DIVIDE.get(key, "use fewer tensor-parallel ranks"),
             )
         )
 
 
-def shard_row(row: Row, sizes: ModelSizes, layout: Layout, tp_rank: int, layer: int | None) -> ParameterShard:
-    """What one rank holds of one row; ``layer`` counts over the whole model."""
-    tensors = tuple(t.region(sizes, layer) for t in row.hf)
-    full = row.op(tensors, sizes, layout.tensor)
+def shard_row(row: Row, sizes: ModelSizes, rank: Rank, layer: int | None = None, expert: int | None = None) -> ParameterShard:
+    """What one rank holds of one row; ``layer`` and ``expert`` are counted over the whole model."""
+    parts, place = (rank.layout.expert_tensor, rank.expert_tensor) if row.expert else (rank.layout.tensor, rank.tensor)
+    tensors = tuple(t.region(sizes, layer, expert) for t in row.hf)
+    full = row.op(tensors, sizes, parts)
     box = list(whole(full.shape))
     if row.tensor_axis is not None:
         length = full.shape[row.tensor_axis]
-        _divides(f"dimension {row.tensor_axis} of {row.megatron}", length, layout.tensor)
-        per_rank = length // layout.tensor
-        box[row.tensor_axis] = (tp_rank * per_rank, (tp_rank + 1) * per_rank)
+        _divides(f"dimension {row.tensor_axis} of {row.megatron}", length, parts)
+        per_rank = length // parts
+        box[row.tensor_axis] = (place * per_rank, (place + 1) * per_rank)
     return ParameterShard(
         shape=tuple(stop - start for start, stop in box),
         copies=tuple(cut_target(full.copies, "", tuple(box))),
@@ -179,6 +191,7 @@ def shard_row(row: Row, sizes: ModelSizes, layout: Layout, tp_rank: int, layer: 
         hf_tensors=tensors,
         duplicate=row.duplicate,
         optional=row.optional,
+        expert=row.expert,
     )
 
 
@@ -196,32 +209,48 @@ class Family:
     tied_output: Row
     value_head: Row
 
-    def shard(
-        self, hf_config: Mapping, layout: Layout, tp_rank: int, pp_rank: int, *, head: str = "lm", spec: str = "local"
-    ) -> dict[str, ParameterShard]:
+    def shard(self, hf_config: Mapping, rank: Rank, *, head: str = "lm", spec: str = "local") -> dict[str, ParameterShard]:
         """All parameters of one rank, by their names in its ``model.named_parameters()``.
 
         ``head``: "lm" (vocabulary logits) or "value" (one number a token). ``spec``: "local" or "te", megatron-core's layer specs.
-        Layers are split evenly over stages, contiguous. Raises ModelError where the layout doesn't fit the model.
+        Layers are dealt evenly and in order to the stages, chunk after chunk; with several chunks a rank, "chunk0." and so on stands
+        before the names. Raises ModelError where the layout doesn't fit the model.
         """
-        sizes = self.sizes(hf_config)
+        sizes, layout = self.sizes(hf_config), rank.layout
         self._check(sizes, layout, head, spec)
-        per_stage = sizes.layers // layout.pipeline
+        per_chunk = sizes.layers // (layout.pipeline * layout.virtual_pipeline)
         shards: dict[str, ParameterShard] = {}
-        for row in self._edge_rows(sizes, layout, head):
-            if (row.place == FIRST and pp_rank == 0) or (row.place == LAST and pp_rank == layout.pipeline - 1):
-                self._add(shards, row.name(spec, None), shard_row(row, sizes, layout, tp_rank, None))
-        for local in range(per_stage):
-            for row in self.layer_rows:
-                self._add(shards, row.name(spec, local), shard_row(row, sizes, layout, tp_rank, pp_rank * per_stage + local))
+        for chunk in range(layout.virtual_pipeline):
+            prefix = chunk_prefix(layout, chunk)
+            for row in self._edge_rows(sizes, layout, head):
+                if (row.place == FIRST and rank.holds("first", chunk)) or (row.place == LAST and rank.holds("last", chunk)):
+                    self._add(shards, prefix + row.name(spec), shard_row(row, sizes, rank))
+            start = (chunk * layout.pipeline + rank.pipeline) * per_chunk
+            for local in range(per_chunk):
+                for row in self.layer_rows:
+                    for name, shard in self._layer_shards(row, sizes, rank, spec, local, start + local):
+                        self._add(shards, prefix + name, shard)
         return shards
+
+    @staticmethod
+    def _layer_shards(row: Row, sizes: ModelSizes, rank: Rank, spec: str, local: int, layer: int) -> Iterator[tuple[str, ParameterShard]]:
+        """(name, shard) of one row in one layer: one, or one an expert of the rank."""
+        if not row.expert:
+            yield row.name(spec, local), shard_row(row, sizes, rank, layer)
+            return
+        held = sizes.experts // rank.layout.expert
+        for expert in range(held):
+            yield row.name(spec, local, expert), shard_row(row, sizes, rank, layer, rank.expert * held + expert)
 
     def hf_tensors(self, hf_config: Mapping, *, head: str = "lm") -> dict[str, tuple[int, ...]]:
         """Name and shape of every Hugging Face tensor of the model, in the order in which files hold them."""
         sizes = self.sizes(hf_config)
-        regions = [t.region(sizes, None) for t in self.embedding.hf]
-        regions += [t.region(sizes, layer) for layer in range(sizes.layers) for row in self.layer_rows for t in row.hf]
-        regions += [t.region(sizes, None) for row in self._edge_rows(sizes, Layout(), head)[1:] for t in row.hf]
+        regions = [t.region(sizes) for t in self.embedding.hf]
+        for layer in range(sizes.layers):
+            for row in self.layer_rows:
+                experts = range(sizes.experts) if row.expert else (None,)
+                regions += [t.region(sizes, layer, expert) for expert in experts for t in row.hf]
+        regions += [t.region(sizes) for row in self._edge_rows(sizes, Layout(), head)[1:] for t in row.hf]
         return {name: tuple(stop for _, stop in box) for name, box in regions}
 
     def _edge_rows(self, sizes: ModelSizes, layout: Layout, head: str) -> list[Row]:
@@ -238,18 +267,34 @@ class Family:
         shards[name] = replace(shard, copies=tuple(Copy(c.source, Region(name, c.target.box)) for c in shard.copies))
 
     def _check(self, sizes: ModelSizes, layout: Layout, head: str, spec: str) -> None:
-        _divides("num_hidden_layers", sizes.layers, layout.pipeline)
+        _divides("num_hidden_layers", sizes.layers, layout.pipeline * layout.virtual_pipeline)
         _divides("num_attention_heads", sizes.heads, layout.tensor)
-        if layout.virtual_pipeline != 1:
+        if sizes.experts:
+            _divides("num_experts", sizes.experts, layout.expert)
+        elif layout.expert * layout.expert_tensor > 1:
             raise ModelError(
                 explain(
-                    "interleaved pipeline stages aren't supported",
-                    got=f"virtual_pipeline = {layout.virtual_pipeline}",
-                    expected="1",
-                    do="set virtual_pipeline to 1",
+                    "expert parallelism for a model without experts",
+                    got=f"expert {layout.expert}, expert_tensor {layout.expert_tensor}; model_type {self.model_type}",
+                    expected="1 and 1",
+                    do="set both to 1, or use a mixture of experts",
+                )
+            )
+        if sizes.experts and layout.tensor > 1 and not layout.sequence_parallel:
+            raise ModelError(
+                explain(
+                    "a mixture of experts under tensor parallelism needs sequence parallelism",
+                    got=f"tensor {layout.tensor}, sequence_parallel false",
+                    expected="sequence_parallel: true (each token is routed by one rank)",
+                    do="set sequence_parallel to true",
                 )
             )
         if head not in ("lm", "value"):
             raise ModelError(explain("unknown head", got=head, expected="lm or value"))
         if spec not in ("local", "te"):
             raise ModelError(explain("unknown layer spec", got=spec, expected="local or te"))
+
+
+def chunk_prefix(layout: Layout, chunk: int) -> str:
+    """What stands before the names of model chunk ``chunk``; nothing where a rank has one."""
+    return f"chunk{chunk}." if layout.virtual_pipeline > 1 else ""

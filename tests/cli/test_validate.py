@@ -33,7 +33,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(MODEL))
     Path("model/tokenizer_config.json").write_text("{}")
-    Path("model/model.safetensors").write_bytes(b"")
+    Path("model/model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # of no tensors
     pq.write_table(pa.Table.from_pylist([ROW] * 5), "train.parquet")
     Path("reward.py").write_text("open('touched', 'w')\ndef compute_score(**kwargs):\n    return 1.0\n")
     Path("recipe.yaml").write_text(RECIPE)
@@ -84,7 +84,7 @@ def test_a_reward_function_may_be_imported_or_assigned() -> None:
 
 def test_critic_and_reference_directories_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "recipe.yaml", "critic.model=gone"]) == 2
-    assert "critic.model: gone" in capsys.readouterr().err
+    assert "critic.model = gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["critic.model", "reference"])

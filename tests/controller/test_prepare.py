@@ -219,7 +219,7 @@ def test_models_of_other_roles_are_read_whole(place: Path) -> None:
         with pytest.raises(ModelError, match=f"{key} = .*other"):
             check_models(load(place, **{key: other}))
     (other / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="weight file is missing"):
+    with pytest.raises(ModelError, match="without weights"):
         check_models(load(place, reference=other))
 
 
@@ -234,6 +234,14 @@ def test_stop_tokens_that_never_stop(place: Path, eos: Any, says: str) -> None:
 def test_several_stop_tokens(place: Path) -> None:
     change_model(place, "generation_config.json", eos_token_id=[2, 1])
     assert start(place).stop_token_ids == (2, 1)
+
+
+def test_the_recipes_stop_tokens_come_after_the_models(place: Path) -> None:
+    """By id and by text; one that is among them already counts once."""
+    own = {"rollout.stop_token_ids": "[9,1]", "rollout.stop_tokens": '["a","<|user|>","c"]'}
+    prepared = start(place, **own)
+    assert prepared.stop_token_ids == (1, 9, 7, 2)
+    assert "stop_tokens:\n  - a" in (place / "run" / "config.yaml").read_text()
 
 
 def test_a_damaged_tokenizer_is_the_models_fault(place: Path) -> None:

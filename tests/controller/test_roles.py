@@ -24,6 +24,7 @@ def test_one_replica_on_each_gpu_passes(overrides: list[str]) -> None:
         ("cluster.placement=separate", "set it to colocated"),
         ("actor.layout.tensor=2", "tensor 2, pipeline 1"),
         ("actor.layout.pipeline=2", "tensor 1, pipeline 2"),
+        ("actor.layout.expert=2", "expert 2"),
     ],
 )
 def test_weights_on_other_gpus_are_refused(override: str, says: str) -> None:

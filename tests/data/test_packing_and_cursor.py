@@ -111,6 +111,17 @@ def test_long_tails_are_cut_for_any_number_of_replicas(replicas, seed):
     assert max(tokens) - min(tokens) <= 4096
 
 
+@quick
+@given(lengths, st.integers(500, 2000), st.integers(2, 4))
+def test_a_multiple_is_met_where_the_samples_are_enough(sizes, budget, multiple):
+    (cut,) = cut_for_replicas(sizes, 1, budget, multiple=multiple)
+    assert is_partition(cut, sizes)
+    assert all(0 < total <= budget for total in totals(cut, sizes))
+    fewest = len(micro_batches(sizes, budget))
+    wanted = -(-fewest // multiple) * multiple
+    assert len(cut) == (wanted if wanted <= len(sizes) else fewest)
+
+
 def test_a_long_sample_beside_short_ones():
     assert check_cut([4096, 2100, 2100, 100], 2, 4096)[0] == [2, 2]  # the long one's replica takes a short one besides
     assert check_cut([4096, 2000, 2000], 2, 4096)[0] == [1, 1]

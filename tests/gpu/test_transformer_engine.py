@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.models import LENGTHS, sequences, small_qwen2
+from tests.gpu.models import LENGTHS, sequences, small_mixture, small_qwen2
 from tests.gpu.ranks import on_one_rank
+from tests.megatron.models import by_expert
 
 SLACK = 1.25
 LARGEST = {"logits": 0.03, "log_probs": 0.01, "grad": 0.06}  # relative, whatever Hugging Face's error
@@ -25,10 +26,11 @@ TEMPERATURE = 0.7
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     models = {name: small_qwen2(tmp_path_factory.mktemp("model"), tied=name == "tied") for name in ("tied", "untied")}
+    models["mixture"] = small_mixture(tmp_path_factory.mktemp("model"))
     return on_one_rank(compare_each, models)
 
 
-@pytest.fixture(params=["tied", "untied"])
+@pytest.fixture(params=["tied", "untied", "mixture"])
 def found(request: pytest.FixtureRequest, both: dict[str, Any]) -> dict[str, Any]:
     return both[request.param]
 
@@ -67,8 +69,9 @@ def hugging_face(model: Any) -> dict[str, np.ndarray]:
         log_probs.append((row / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompts[i]) :, None])[:, 0])
     joined = torch.cat(log_probs)
     (-joined.mean()).backward()
-    found = {"logits": torch.cat(logits), "log_probs": joined} | {f"grad {n}": p.grad for n, p in model.named_parameters()}
-    return {name: x.detach().float().cpu().numpy() for name, x in found.items()}
+    gradients = by_expert({name: parameter.grad.float().cpu().numpy() for name, parameter in model.named_parameters()})
+    outputs = {"logits": torch.cat(logits), "log_probs": joined}
+    return {name: x.detach().float().cpu().numpy() for name, x in outputs.items()} | {f"grad {n}": g for n, g in gradients.items()}
 
 
 def megatron(rank: Any, model_dir: Path) -> tuple[dict[str, np.ndarray], str]:

@@ -1,12 +1,13 @@
-"""Tiny random Qwen2 models of awkward shapes, as Hugging Face directories."""
+"""Tiny random models of awkward shapes, as Hugging Face directories: Qwen2, and a mixture of experts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.types import Ragged
 
@@ -15,9 +16,11 @@ VOCAB = 61  # prime: padded under every tensor-parallel size
 # Lengths (prompt, response) that break naive packing: single tokens, one long among many short, a multiple of 16 and its neighbours.
 HOSTILE_LENGTHS = {
     "ones": [(1, 1)] * 5,
+    "alone": [(1, 1)],
     "one long": [(1, 2), (40, 23), (2, 1), (1, 1)],
     "around 16": [(8, 8), (8, 7), (8, 9), (15, 1), (1, 15), (16, 16)],
     "odd total": [(3, 30), (7, 3), (1, 1)],
+    "long prompts": [(60, 1), (1, 3), (33, 2), (2, 2), (47, 1)],
 }
 
 
@@ -46,7 +49,11 @@ def random_qwen2(
         tie_word_embeddings=tied,
         initializer_range=spread,
     )
-    model = Qwen2ForCausalLM(config).float()
+    return _save(Qwen2ForCausalLM(config), directory, dtype)
+
+
+def _save(model: PreTrainedModel, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -58,6 +65,46 @@ def random_qwen2(
 def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
     """Heads of 16."""
     return random_qwen2(directory, vocab=VOCAB, hidden=64, ffn=96, spread=0.15, tied=tied, seed=seed)
+
+
+def random_mixture(directory: Path, *, spread: float, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+    """Qwen3-MoE with 4 layers, 4 heads over 2 groups."""
+    torch.manual_seed(seed)
+    common = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": spread}
+    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **sizes)), directory, dtype)
+
+
+def tiny_mixture(directory: Path, *, norm_topk_prob: bool = True) -> Path:
+    """6 experts of which 2 see a token; heads of 12, whose sum is not the hidden size."""
+    return random_mixture(
+        directory,
+        spread=0.15,
+        vocab_size=VOCAB,
+        hidden_size=40,
+        intermediate_size=56,
+        moe_intermediate_size=24,
+        head_dim=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=norm_topk_prob,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+
+
+def by_expert(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """transformers stacks the experts in memory; on disk, where tables name them, they are apart."""
+    found = {}
+    for name, gradient in gradients.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for e, both in enumerate(gradient):
+                found[f"{stem}.{e}.gate_proj.weight"], found[f"{stem}.{e}.up_proj.weight"] = np.split(both, 2)
+        elif last == "down_proj":
+            found |= {f"{stem}.{e}.down_proj.weight": one for e, one in enumerate(gradient)}
+        else:
+            found[name] = gradient
+    return found
 
 
 def sequences(lengths: list[tuple[int, int]], seed: int = 0, vocab: int = VOCAB) -> tuple[Ragged, Ragged]:

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.errors import CheckpointError
 from megarl.megatron.checkpoint import load_engine, save_engine
 from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, SupervisedLossSpec
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
-from megarl.megatron.world import Rank
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import read_hf_config
-from tests.megatron.models import HOSTILE_LENGTHS, sequences, tiny_qwen2
+from tests.megatron.models import HOSTILE_LENGTHS, sequences, tiny_mixture, tiny_qwen2
 from tests.megatron.ranks import run_ranks
 
 LENGTHS = HOSTILE_LENGTHS["around 16"]
@@ -54,15 +54,52 @@ def resumed(rank: Rank, model_dir: Path, target: Path, distributed: bool) -> lis
     return [step(engine, rank, s) for s in range(3, 6)]
 
 
+FAST = ("pp2", "vpp2 dp2 distributed optimizer")
+SAME = {
+    "pp2": (Layout(pipeline=2), False),
+    "dp2 distributed optimizer": (Layout(data=2), True),
+    "vpp2": (Layout(pipeline=2, virtual_pipeline=2), False),
+    "cp2 distributed optimizer": (Layout(context=2), True),
+    "vpp2 dp2 distributed optimizer": (Layout(pipeline=2, virtual_pipeline=2, data=2), True),
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "distributed"),
-    [(Layout(pipeline=2), False), (Layout(data=2), True)],
-    ids=["pp2", "dp2 distributed optimizer"],
+    [pytest.param(*case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in SAME.items()],
 )
 def test_same_layout_is_bit_identical(layout: Layout, distributed: bool, model_dir: Path, tmp_path: Path) -> None:
     whole = run_ranks(layout, undisturbed, model_dir, tmp_path, distributed)[0]
     assert run_ranks(layout, resumed, model_dir, tmp_path, distributed)[0] == whole[3:]
     assert whole[0] > whole[5], "training must have changed something"
+
+
+MIXTURE_LAYOUTS = {
+    "ep2": (Layout(expert=2, data=2), False),
+    "ep2 distributed optimizer": (Layout(expert=2, data=4), True),
+    "ep2 tp2 sp": (Layout(tensor=2, expert=2, sequence_parallel=True), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "distributed"), MIXTURE_LAYOUTS.values(), ids=MIXTURE_LAYOUTS)
+def test_experts_are_bit_identical_in_the_same_layout_and_close_in_another(layout: Layout, distributed: bool, tmp_path: Path) -> None:
+    model = tiny_mixture(tmp_path / "model")
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    whole = run_ranks(layout, undisturbed, model, target, distributed)[0]
+    assert run_ranks(layout, resumed, model, target, distributed)[0] == whole[3:]
+    later = run_ranks(Layout(pipeline=2, expert=3, data=3), resumed, model, target, distributed)[0]
+    assert abs(later[0] - whole[3]) <= 1e-6 * abs(whole[3])
+    np.testing.assert_allclose(later, whole[3:], rtol=1e-3)
+    (refusal,) = run_ranks(Layout(), refused, model, target)
+    assert "expert-parallel size of 2 or more" in refusal
+
+
+def refused(rank: Rank, model_dir: Path, target: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_engine(make(rank, model_dir, False), target)
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +109,15 @@ def tp2_run(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return run_ranks(Layout(tensor=2), undisturbed, model_dir, directory, False)[0], directory
 
 
-@pytest.mark.parametrize("other", [Layout(), Layout(pipeline=2), Layout(tensor=2, pipeline=2)], ids=["one rank", "pp2", "tp2 pp2"])
+OTHERS = {
+    "one rank": Layout(),
+    "pp2": Layout(pipeline=2),
+    "tp2 pp2": Layout(tensor=2, pipeline=2),
+    "vpp2 cp2": Layout(pipeline=2, virtual_pipeline=2, context=2),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_other_layout_agrees_to_rounding(other: Layout, model_dir: Path, tp2_run: tuple[list[float], Path]) -> None:
     whole, directory = tp2_run
     later = run_ranks(other, resumed, model_dir, directory, False)[0]

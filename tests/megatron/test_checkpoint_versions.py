@@ -19,8 +19,7 @@ from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, SupervisedLossSpec
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
-from megarl.megatron.world import Rank
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import read_hf_config
 from tests.megatron.models import sequences, tiny_qwen2
 from tests.megatron.ranks import run_ranks

@@ -14,8 +14,7 @@ from megarl.megatron.checkpoint import save_engine
 from megarl.megatron.cpu import TESTED_VERSIONS, check_version, on_compute_device
 from megarl.megatron.engine import Engine
 from megarl.megatron.model import Role
-from megarl.megatron.world import Rank
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import read_hf_config
 from tests.megatron.models import tiny_qwen2
 from tests.megatron.ranks import run_ranks

@@ -11,8 +11,7 @@ from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, SupervisedLossSpec
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
-from megarl.megatron.world import Rank
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import read_hf_config
 from tests.megatron.models import sequences, tiny_qwen2
 from tests.megatron.ranks import run_ranks
@@ -25,7 +24,7 @@ def survivors(rank: Rank, model_dir: Path, dtype: str, distributed: bool) -> lis
     engine.enable_training()
     prompts, responses = sequences([(3, 4), (5, 2)])
     engine.train_step([MicroBatch(prompts, responses, {})], SupervisedLossSpec(), MiniBatchTotals(6, 2), lr=1e-3)
-    parts = {"model": engine.model, "optimizer": engine.optimizer} | engine.named_parameters()
+    parts = {"model": engine.chunks[0], "optimizer": engine.optimizer} | engine.named_parameters()
     watched = {name: weakref.ref(part) for name, part in parts.items()}
     del parts
     engine.discard()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megarl.megatron.head import vocab_parallel_log_probs
-from megarl.megatron.world import Rank
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.table import padded_vocab_size
 from tests.megatron.ranks import run_ranks
 

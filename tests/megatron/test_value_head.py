@@ -16,8 +16,7 @@ from megarl.megatron.engine import Engine, MicroBatch
 from megarl.megatron.losses import MiniBatchTotals, ValueLossSpec
 from megarl.megatron.model import Role
 from megarl.megatron.optimizer import OptimizerSettings
-from megarl.megatron.world import Rank
-from megarl.types import Layout, Ragged
+from megarl.types import Layout, Ragged, Rank
 from megarl.weights.families import read_hf_config
 from tests.megatron.models import HOSTILE_LENGTHS, sequences, tiny_qwen2
 from tests.megatron.ranks import run_ranks
@@ -28,6 +27,8 @@ LAYOUTS = {
     "pp2": Layout(pipeline=2),
     "dp2": Layout(data=2),
     "tp2 pp2 sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+    "vpp2 cp2": Layout(pipeline=2, virtual_pipeline=2, context=2),
+    "cp2 tp2 sp": Layout(tensor=2, context=2, sequence_parallel=True),
 }
 HEAD = torch.linspace(-0.5, 0.5, 64)
 
@@ -72,8 +73,9 @@ def work(rank: Rank, model_dir: Path) -> dict[str, Any]:
     engine = Engine(read_hf_config(model_dir), rank, Role("value", trainable=True), OptimizerSettings(lr=1e-3))
     engine.load_hf(model_dir)
     if rank.is_last_stage:
-        assert not engine.named_parameters()["output_layer.weight"].any(), "an untrained value head starts at zero"
-        engine.named_parameters()["output_layer.weight"].data.copy_(HEAD[None])
+        (weight,) = (p for name, p in engine.named_parameters().items() if name.endswith("output_layer.weight"))
+        assert not weight.any(), "an untrained value head starts at zero"
+        weight.data.copy_(HEAD[None])
     engine.enable_training()
     prompts, responses = sequences(LENGTHS)
     old, returns = targets()
@@ -97,6 +99,7 @@ def test_values_and_gradients(model_dir: Path, layout: Layout) -> None:
     expected = reference(model_dir)
     starts = sequences(LENGTHS)[1].offsets
     scale = np.abs(expected["values"]).max()
+    rounding = 1e-6 * max(np.abs(g).max() for g in expected["gradients"].values())
     for result in run_ranks(layout, work, model_dir):
         if result["outputs"]:
             at = np.concatenate([np.arange(starts[r], starts[r + 1]) for r in result["rows"]])
@@ -108,4 +111,4 @@ def test_values_and_gradients(model_dir: Path, layout: Layout) -> None:
                 whole = expected["gradients"][copy.source.name]
                 part = whole[tuple(slice(*b) for b in copy.source.box)]
                 mine = result["gradients"][name][tuple(slice(*b) for b in copy.target.box)]
-                assert np.abs(mine - part).max() <= 1e-5 * np.abs(whole).max(), name
+                assert np.abs(mine - part).max() <= 1e-5 * np.abs(whole).max() + rounding, name

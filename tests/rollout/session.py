@@ -21,7 +21,7 @@ from megarl.config.schema import RolloutConfig
 from megarl.errors import MegarlError
 from megarl.rollout.engine import RolloutEngine, collect, sampling_params
 from megarl.rollout.environment import prepare_environment
-from megarl.types import GenerationRequest, Layout, Ragged, SamplingSettings
+from megarl.types import GenerationRequest, Layout, Ragged, Rank, SamplingSettings
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_io import load_into
 from megarl.weights.plan import RankShard, ReshardPlan, plan_reshard
@@ -47,8 +47,7 @@ class TrainingSide:
     def __init__(self, model: Path):
         hf_config = read_hf_config(model)
         family = model_family(hf_config)
-        places = [(tp, pp) for pp in range(TRAINING.pipeline) for tp in range(TRAINING.tensor)]
-        self.ranks = [RankShard(i, 0, family.shard(hf_config, TRAINING, tp, pp)) for i, (tp, pp) in enumerate(places)]
+        self.ranks = [RankShard(i, 0, family.shard(hf_config, Rank(i, TRAINING))) for i in range(TRAINING.world_size)]
         self.memory = [SharedParameters.create({n: (s.shape, torch.float32) for n, s in r.shards.items()}) for r in self.ranks]
         self.load(model)
 

@@ -7,6 +7,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megarl.types import Rank
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+}
 QWEN2_BASE = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -31,11 +41,17 @@ def config(**changes: object) -> dict:
     return QWEN2_BASE | changes
 
 
+def mlps(c: dict) -> list[tuple[str, int]]:
+    """Name of each MLP of a layer, and its inner width."""
+    if c["model_type"] != "qwen3_moe":
+        return [("mlp", c["intermediate_size"])]
+    return [(f"mlp.experts.{e}", c["moe_intermediate_size"]) for e in range(c["num_experts"])]
+
+
 def hf_tensors(c: dict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Every tensor of the model; no number occurs twice in all of them."""
-    h, f, q, kv = (
+    h, q, kv = (
         c["hidden_size"],
-        c["intermediate_size"],
         c["num_attention_heads"] * c["head_dim"],
         c["num_key_value_heads"] * c["head_dim"],
     )
@@ -46,8 +62,13 @@ def hf_tensors(c: dict, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         shapes |= {p + f"self_attn.{x}_proj.weight": (n, h) for x, n in (("q", q), ("k", kv), ("v", kv))}
         if c["model_type"] == "qwen2":
             shapes |= {p + f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", q), ("k", kv), ("v", kv))}
-        shapes |= {p + "self_attn.o_proj.weight": (h, q), p + "mlp.down_proj.weight": (h, f)}
-        shapes |= {p + f"mlp.{x}_proj.weight": (f, h) for x in ("gate", "up")}
+        if c["model_type"].startswith("qwen3"):
+            shapes |= {p + f"self_attn.{x}_norm.weight": (c["head_dim"],) for x in "qk"}
+        shapes[p + "self_attn.o_proj.weight"] = (h, q)
+        if c["model_type"] == "qwen3_moe":
+            shapes[p + "mlp.gate.weight"] = (c["num_experts"], h)
+        for mlp, width in mlps(c):
+            shapes |= {p + f"{mlp}.{x}_proj.weight": (h, width) if x == "down" else (width, h) for x in ("gate", "up", "down")}
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], h)
     tensors, start = {}, 1  # 0 is padding
@@ -74,28 +95,51 @@ def _padded(embedding: torch.Tensor, tp: int) -> torch.Tensor:
     return torch.cat([embedding, torch.zeros(rows - len(embedding), embedding.shape[1], dtype=embedding.dtype)])
 
 
-def megatron(c: dict, hf: dict[str, torch.Tensor], tp: int, pp: int, *, tp_rank: int, pp_rank: int) -> dict[str, torch.Tensor]:
+def megatron(c: dict, hf: dict[str, torch.Tensor], rank: Rank) -> dict[str, torch.Tensor]:
     """All parameters of one rank by name (local layer spec)."""
-    groups, per_stage = c["num_key_value_heads"], c["num_hidden_layers"] // pp
+    tp, pp, chunks = rank.layout.tensor, rank.layout.pipeline, rank.layout.virtual_pipeline
+    tp_rank, pp_rank = rank.index % tp, rank.index // (rank.layout.world_size // pp)
     out: dict[str, torch.Tensor] = {}
+    first, last = ("chunk0.", f"chunk{chunks - 1}.") if chunks > 1 else ("", "")
     if pp_rank == 0:
-        out["embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"], tp).chunk(tp)[tp_rank]
+        out[first + "embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"], tp).chunk(tp)[tp_rank]
     if pp_rank == pp - 1:
-        out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+        out[last + "decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not c["tie_word_embeddings"]:
-            out["output_layer.weight"] = _padded(hf["lm_head.weight"], tp).chunk(tp)[tp_rank]
+            out[last + "output_layer.weight"] = _padded(hf["lm_head.weight"], tp).chunk(tp)[tp_rank]
         elif pp > 1:
-            out["output_layer.weight"] = _padded(hf["model.embed_tokens.weight"], tp).chunk(tp)[tp_rank]
-    for local in range(per_stage):
-        source, target = f"model.layers.{pp_rank * per_stage + local}.", f"decoder.layers.{local}."
-        out[target + "input_layernorm.weight"] = hf[source + "input_layernorm.weight"]
-        out[target + "pre_mlp_layernorm.weight"] = hf[source + "post_attention_layernorm.weight"]
-        for kind in ("weight", "bias") if c["model_type"] == "qwen2" else ("weight",):
-            by_group = [hf[source + f"self_attn.{x}_proj.{kind}"].unflatten(0, (groups, -1)) for x in "qkv"]
-            out[target + f"self_attention.linear_qkv.{kind}"] = torch.cat(by_group, dim=1).flatten(0, 1).chunk(tp)[tp_rank]
-        out[target + "self_attention.linear_proj.weight"] = hf[source + "self_attn.o_proj.weight"].chunk(tp, dim=1)[tp_rank]
-        out[target + "mlp.linear_fc1.weight"] = torch.cat([hf[source + f"mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up")])
-        out[target + "mlp.linear_fc2.weight"] = hf[source + "mlp.down_proj.weight"].chunk(tp, dim=1)[tp_rank]
+            out[last + "output_layer.weight"] = _padded(hf["model.embed_tokens.weight"], tp).chunk(tp)[tp_rank]
+    runs = torch.arange(c["num_hidden_layers"]).chunk(pp * chunks)
+    for chunk in range(chunks):
+        for local, layer in enumerate(runs[chunk * pp + pp_rank].tolist()):
+            prefix = f"chunk{chunk}." if chunks > 1 else ""
+            out |= _megatron_layer(c, hf, rank, f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}.")
+    return out
+
+
+def _megatron_layer(c: dict, hf: dict[str, torch.Tensor], rank: Rank, source: str, target: str) -> dict[str, torch.Tensor]:
+    tp, groups, out = rank.layout.tensor, c["num_key_value_heads"], {}
+    tp_rank = rank.index % tp
+    out[target + "input_layernorm.weight"] = hf[source + "input_layernorm.weight"]
+    out[target + "pre_mlp_layernorm.weight"] = hf[source + "post_attention_layernorm.weight"]
+    for kind in ("weight", "bias") if c["model_type"] == "qwen2" else ("weight",):
+        by_group = [hf[source + f"self_attn.{x}_proj.{kind}"].unflatten(0, (groups, -1)) for x in "qkv"]
+        out[target + f"self_attention.linear_qkv.{kind}"] = torch.cat(by_group, dim=1).flatten(0, 1).chunk(tp)[tp_rank]
+    out[target + "self_attention.linear_proj.weight"] = hf[source + "self_attn.o_proj.weight"].chunk(tp, dim=1)[tp_rank]
+    if c["model_type"].startswith("qwen3"):
+        out |= {target + f"self_attention.{x}_layernorm.weight": hf[source + f"self_attn.{x}_norm.weight"] for x in "qk"}
+    cut, place, held = tp, tp_rank, [("mlp.", "mlp")]
+    if c["model_type"] == "qwen3_moe":
+        out[target + "mlp.router.weight"] = hf[source + "mlp.gate.weight"]
+        cut, ep = rank.layout.expert_tensor, rank.layout.expert
+        place, mine = rank.index % cut, rank.index // cut % ep
+        names = [name for name, _ in mlps(c)]
+        own = names[mine * len(names) // ep : (mine + 1) * len(names) // ep]
+        held = [(f"mlp.experts.local_experts.{local}.", name) for local, name in enumerate(own)]
+    for name, mlp in held:
+        gate, up, down = (hf[source + f"{mlp}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        out[target + name + "linear_fc1.weight"] = torch.cat([x.chunk(cut)[place] for x in (gate, up)])
+        out[target + name + "linear_fc2.weight"] = down.chunk(cut, dim=1)[place]
     return out
 
 

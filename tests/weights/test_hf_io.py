@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -12,20 +11,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.errors import CheckpointError, ModelError
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_export import HfExport, check_coverage
 from megarl.weights.hf_io import load_into
 from tests.weights import reference
 
 
-def ranks(layout: Layout) -> list[tuple[int, int]]:
-    return list(itertools.product(range(layout.tensor), range(layout.pipeline)))
+def ranks(layout: Layout) -> list[Rank]:
+    return [Rank(index, layout) for index in range(layout.world_size)]
 
 
-def load_rank(directory: Path, layout: Layout, place: tuple[int, int], head: str = "lm", dtype: torch.dtype = torch.float32) -> tuple:
+def load_rank(directory: Path, rank: Rank, head: str = "lm", dtype: torch.dtype = torch.float32) -> tuple:
     c = read_hf_config(directory)
-    shards = model_family(c).shard(c, layout, *place, head=head)
+    shards = model_family(c).shard(c, rank, head=head)
     params = {name: torch.full(shard.shape, -1.0, dtype=dtype) for name, shard in shards.items()}
     return params, shards, load_into(params, shards, directory)
 
@@ -34,18 +33,33 @@ def export(source: Path, target: Path, layout: Layout, **options: object) -> Pat
     """Through a layout and out again, each rank opening the export by itself."""
     aside = target.with_suffix(".tmp")
     HfExport.create(aside, read_hf_config(source), torch.float32, layout, **options)
-    for place in ranks(layout):
-        params, shards, _ = load_rank(source, layout, place)
-        HfExport.open(aside).write(params, shards, place[0])
+    for rank in ranks(layout):
+        params, shards, _ = load_rank(source, rank)
+        HfExport.open(aside).write(params, shards, rank)
     HfExport.open(aside).finish(target, source)
     assert not aside.exists()
     return target
 
 
+MOE_LAYOUTS = [
+    Layout(expert=3, data=3),
+    Layout(tensor=2, expert=2, data=2, sequence_parallel=True),
+    Layout(tensor=2, pipeline=2, virtual_pipeline=2, expert=3, expert_tensor=2, context=3, sequence_parallel=True),
+]
+DENSE_LAYOUTS = [
+    Layout(),
+    Layout(tensor=2, pipeline=2),
+    Layout(tensor=4),
+    Layout(tensor=2, context=2, data=2),
+    Layout(pipeline=2, virtual_pipeline=2),
+]
+CASES = [(layout, {}) for layout in DENSE_LAYOUTS] + [(layout, reference.MOE) for layout in MOE_LAYOUTS]
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2), Layout(tensor=4)], ids=str)
-def test_export_gives_back_every_bit(tmp_path: Path, layout: Layout, tied: bool) -> None:
-    original = reference.save(reference.config(tie_word_embeddings=tied), tmp_path / "in")
+@pytest.mark.parametrize(("layout", "changes"), CASES, ids=str)
+def test_export_gives_back_every_bit(tmp_path: Path, layout: Layout, changes: dict, tied: bool) -> None:
+    original = reference.save(reference.config(tie_word_embeddings=tied, **changes), tmp_path / "in")
     written = load_file(export(tmp_path / "in", tmp_path / "out", layout) / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
@@ -59,8 +73,8 @@ def test_a_size_limit_splits_the_export_and_the_index_leads_back(tmp_path: Path)
     assert len(files) > 3
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(name in load_file(out / file) for name, file in index["weight_map"].items())
-    params, _, _ = load_rank(out, Layout(tensor=4, pipeline=2), (3, 1))
-    expected = reference.megatron(reference.config(), original, 4, 2, tp_rank=3, pp_rank=1)
+    params, _, _ = load_rank(out, Rank(7, Layout(tensor=4, pipeline=2)))
+    expected = reference.megatron(reference.config(), original, Rank(7, Layout(tensor=4, pipeline=2)))
     assert all(torch.equal(params[name], value) for name, value in expected.items())
 
 
@@ -82,23 +96,23 @@ def test_a_value_head_survives_and_is_what_transformers_calls_sequence_classific
     layout, aside = Layout(tensor=2), tmp_path / "aside"
     HfExport.create(aside, read_hf_config(tmp_path / "in"), torch.float32, layout, head="value")
     head = torch.randn(1, 32)
-    for place in ranks(layout):
-        params, shards, absent = load_rank(tmp_path / "in", layout, place, head="value")
+    for rank in ranks(layout):
+        params, shards, absent = load_rank(tmp_path / "in", rank, head="value")
         assert absent == ("output_layer.weight",)
         assert bool((params["output_layer.weight"] == -1).all())  # left alone, not zeroed
         params["output_layer.weight"].copy_(head)
-        HfExport.open(aside).write(params, shards, place[0])
+        HfExport.open(aside).write(params, shards, rank)
     HfExport.open(aside).finish(tmp_path / "critic", tmp_path / "in")
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     assert torch.equal(critic.score.weight, head)
-    params, _, absent = load_rank(tmp_path / "critic", layout, (1, 0), head="value")
+    params, _, absent = load_rank(tmp_path / "critic", Rank(1, layout), head="value")
     assert absent == ()
     assert torch.equal(params["output_layer.weight"], head)
 
 
 def test_numbers_are_cast_to_the_parameters_dtype(tmp_path: Path) -> None:
     original = reference.save(reference.config(), tmp_path)
-    params, _, _ = load_rank(tmp_path, Layout(), (0, 0), dtype=torch.bfloat16)
+    params, _, _ = load_rank(tmp_path, Rank(0, Layout()), dtype=torch.bfloat16)
     assert torch.equal(params["decoder.layers.3.mlp.linear_fc2.weight"], original["model.layers.3.mlp.down_proj.weight"].bfloat16())
 
 
@@ -109,27 +123,39 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
 
     save_file({k: v for k, v in tensors.items() if k != norm}, file)
     with pytest.raises(ModelError, match=norm):
-        load_rank(tmp_path, Layout(), (0, 0))
+        load_rank(tmp_path, Rank(0, Layout()))
     save_file(tensors | {norm: torch.zeros(21)}, file)
     with pytest.raises(ModelError, match=r"(?s)model.layers.2.input_layernorm.weight in .*model.safetensors.*\(21,\).*\(20,\)"):
-        load_rank(tmp_path, Layout(), (0, 0))
+        load_rank(tmp_path, Rank(0, Layout()))
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match="not a safetensors file"):
-        load_rank(tmp_path, Layout(), (0, 0))
+        load_rank(tmp_path, Rank(0, Layout()))
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(tensors, "model-00001-of-00009.safetensors")})
     )
     with pytest.raises(ModelError, match="(?s)missing.*model-00001-of-00009"):
-        load_rank(tmp_path, Layout(), (0, 0))
+        load_rank(tmp_path, Rank(0, Layout()))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelError, match="not an index"):
-        load_rank(tmp_path, Layout(), (0, 0))
+        load_rank(tmp_path, Rank(0, Layout()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rank_refuses_numbers_that_are_not_finite_and_only_its_own(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """Large models are not looked at before the start; then each rank finds what it reads."""
+    tensors = {name: tensor.to(dtype) for name, tensor in reference.save(reference.config(), tmp_path).items()}
+    tensors["model.layers.3.mlp.down_proj.weight"][0, 0] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"(?s)not finite.*model.layers.3.mlp.down_proj.weight in .*model.safetensors"):
+        load_rank(tmp_path, Rank(1, Layout(pipeline=2)))
+    load_rank(tmp_path, Rank(0, Layout(pipeline=2)))
 
 
 def test_parameters_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
     c = reference.config()
     reference.save(c, tmp_path)
-    shards = model_family(c).shard(c, Layout(), 0, 0)
+    shards = model_family(c).shard(c, Rank(0, Layout()))
     params = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
     with pytest.raises(ModelError, match="extra.weight"):
         load_into(params | {"extra.weight": torch.zeros(1)}, shards, tmp_path)
@@ -140,7 +166,7 @@ def test_parameters_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
 def test_a_plan_that_misses_or_doubles_an_element_is_refused_before_anything_is_written() -> None:
     c = reference.config()
     family, layout = model_family(c), Layout(tensor=2)
-    whole = [(tp, family.shard(c, layout, tp, 0)) for tp in range(2)]
+    whole = [(rank, family.shard(c, rank)) for rank in ranks(layout)]
     check_coverage(family.hf_tensors(c), whole)
     with pytest.raises(CheckpointError):
         check_coverage(family.hf_tensors(c), whole[:1])

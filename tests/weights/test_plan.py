@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import SyncError
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import model_family
 from megarl.weights.plan import GenerationRank, RankShard, ReshardPlan, plan_reshard
 from megarl.weights.regions import Copy, Region, as_slices, volume
@@ -46,9 +45,9 @@ def vllm_copies(c: dict, tp: int, rank: int) -> tuple[Copy, ...]:
 
 def training_side(c: dict, layout: Layout, devices: list[int]) -> tuple[list[RankShard], list[dict[str, torch.Tensor]]]:
     hf, family = reference.hf_tensors(c), model_family(c)
-    places = [(tp, pp) for _ in range(layout.data) for pp in range(layout.pipeline) for tp in range(layout.tensor)]
-    ranks = [RankShard(i, devices[i % len(devices)], family.shard(c, layout, tp, pp)) for i, (tp, pp) in enumerate(places)]
-    return ranks, [reference.megatron(c, hf, layout.tensor, layout.pipeline, tp_rank=tp, pp_rank=pp) for tp, pp in places]
+    places = [Rank(index, layout) for index in range(layout.world_size)]
+    ranks = [RankShard(rank.index, devices[rank.index % len(devices)], family.shard(c, rank)) for rank in places]
+    return ranks, [reference.megatron(c, hf, rank) for rank in places]
 
 
 def carry_out(plan: ReshardPlan, rank: int, held: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
@@ -153,11 +152,9 @@ def test_a_32_layer_plan_takes_well_under_a_second() -> None:
         num_hidden_layers=32,
     )
     family, layout = model_family(c), Layout(tensor=4, pipeline=2)
-    places = list(itertools.product(range(2), range(4)))
-    training = [RankShard(i, i, family.shard(c, layout, tp, pp)) for i, (pp, tp) in enumerate(places)]
-    generation = [
-        GenerationRank(r, r, tuple(copy for s in family.shard(c, Layout(tensor=4), r, 0).values() for copy in s.copies)) for r in range(4)
-    ]
+    training = [RankShard(i, i, family.shard(c, Rank(i, layout))) for i in range(layout.world_size)]
+    shards = [family.shard(c, Rank(i, Layout(tensor=4))) for i in range(4)]
+    generation = [GenerationRank(i, i, tuple(copy for s in held.values() for copy in s.copies)) for i, held in enumerate(shards)]
     began = time.process_time()
     plan = plan_reshard(training, generation, bytes_per_element=2)
     assert time.process_time() - began < 1.0

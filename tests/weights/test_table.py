@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.errors import ModelError
-from megarl.types import Layout
+from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_io import load_into
 from megarl.weights.table import padded_vocab_size
 from tests.weights import reference
 
-LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
+LAYOUTS = [Layout(tensor=tp, pipeline=pp) for tp in (1, 2, 4) for pp in (1, 2)] + [
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(tensor=2, pipeline=2, virtual_pipeline=2),
+    Layout(context=2, data=2),
+]
+MOE_LAYOUTS = [
+    Layout(pipeline=2, virtual_pipeline=2, expert=2, data=2),
+    Layout(tensor=2, data=3, expert=3, sequence_parallel=True),
+    Layout(tensor=2, data=3, expert=3, expert_tensor=2, sequence_parallel=True),
+    Layout(tensor=4, expert=2, expert_tensor=2, sequence_parallel=True),
+]
+KINDS = {"qwen2": ({}, LAYOUTS), "llama": ({}, LAYOUTS), "qwen3": ({}, LAYOUTS), "qwen3_moe": (reference.MOE, MOE_LAYOUTS)}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+@pytest.mark.parametrize("model_type", KINDS)
 def test_every_rank_loads_exactly_what_the_reference_holds(tmp_path: Path, model_type: str, tied: bool) -> None:
-    c = reference.config(model_type=model_type, tie_word_embeddings=tied)
+    changes, layouts = KINDS[model_type]
+    c = reference.config(**{"model_type": model_type, "tie_word_embeddings": tied} | changes)
     hf = reference.save(c, tmp_path)
-    for tp, pp in LAYOUTS:
-        for tp_rank, pp_rank in itertools.product(range(tp), range(pp)):
-            shards = model_family(c).shard(c, Layout(tensor=tp, pipeline=pp), tp_rank, pp_rank)
-            params = {name: torch.full(shard.shape, -1.0) for name, shard in shards.items()}
-            assert load_into(params, shards, tmp_path) == ()
-            expected = reference.megatron(c, hf, tp, pp, tp_rank=tp_rank, pp_rank=pp_rank)
-            assert params.keys() == expected.keys()
-            for name, value in expected.items():
-                assert torch.equal(params[name], value), (name, tp, pp, tp_rank, pp_rank)
+    assert model_family(c).hf_tensors(c) == {name: tuple(tensor.shape) for name, tensor in hf.items()}
+    for rank in (Rank(index, layout) for layout in layouts for index in range(layout.world_size)):
+        shards = model_family(c).shard(c, rank)
+        params = {name: torch.full(shard.shape, -1.0) for name, shard in shards.items()}
+        assert load_into(params, shards, tmp_path) == ()
+        expected = reference.megatron(c, hf, rank)
+        assert params.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(params[name], value), (name, rank)
+
+
+def test_names_of_experts_under_transformer_engine_are_those_of_its_grouped_linear_layers() -> None:
+    c = reference.config(**reference.MOE)
+    names = model_family(c).shard(c, Rank(1, Layout(expert=2, data=2)), spec="te")
+    assert "decoder.layers.3.mlp.experts.linear_fc1.weight2" in names
+    assert "decoder.layers.3.pre_mlp_layernorm.weight" in names
 
 
 def test_the_transformer_engine_spec_renames_the_norms_alone() -> None:
     c = reference.config()
-    local, te = (model_family(c).shard(c, Layout(), 0, 0, spec=spec) for spec in ("local", "te"))
+    local, te = (model_family(c).shard(c, Rank(0, Layout()), spec=spec) for spec in ("local", "te"))
     assert te.keys() - local.keys() == {
         f"decoder.layers.{i}.{name}"
         for i in range(4)
@@ -52,9 +70,10 @@ def test_the_transformer_engine_spec_renames_the_norms_alone() -> None:
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_value_head_is_one_replicated_row_and_no_vocabulary_output(pipeline: int) -> None:
     c = reference.config(tie_word_embeddings=True)
-    last = model_family(c).shard(c, Layout(tensor=2, pipeline=pipeline), 1, pipeline - 1, head="value")["output_layer.weight"]
+    layout = Layout(tensor=2, pipeline=pipeline)
+    last = model_family(c).shard(c, Rank(layout.world_size - 1, layout), head="value")["output_layer.weight"]
     assert (last.shape, last.replicated_over_tp, last.duplicate, last.optional) == ((1, 20), True, False, True)
-    assert "output_layer.weight" in model_family(c).shard(c, Layout(pipeline=2), 0, 1)
+    assert "output_layer.weight" in model_family(c).shard(c, Rank(1, Layout(pipeline=2)))
     assert list(model_family(c).hf_tensors(c, head="value"))[-1] == "score.weight"
 
 
@@ -90,6 +109,9 @@ def test_megatron_kwargs_carry_the_model() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),
+        (reference.MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (reference.MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (reference.MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok"),
     ],
 )
 def test_what_megatron_cannot_represent_is_refused_by_name(changes: dict, says: str) -> None:
@@ -104,13 +126,28 @@ def test_what_megatron_cannot_represent_is_refused_by_name(changes: dict, says: 
         (Layout(tensor=8), "num_key_value_heads"),
         (Layout(pipeline=3), "num_hidden_layers"),
         (Layout(tensor=3), "num_attention_heads"),
-        (Layout(virtual_pipeline=2), "virtual_pipeline"),
+        (Layout(pipeline=2, virtual_pipeline=3), "num_hidden_layers"),
+        (Layout(expert=2, data=2), "without experts"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_by_name(layout: Layout, says: str) -> None:
     c = reference.config()
     with pytest.raises(ModelError, match=says):
-        model_family(c).shard(c, layout, 0, 0)
+        model_family(c).shard(c, Rank(0, layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (Layout(expert=4, data=4), "num_experts"),
+        (Layout(tensor=2), "sequence_parallel"),
+        (Layout(expert_tensor=5, data=5), "intermediate"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_experts_is_refused_by_name(layout: Layout, says: str) -> None:
+    c = reference.config(**reference.MOE)
+    with pytest.raises(ModelError, match=says):
+        model_family(c).shard(c, Rank(0, layout))
 
 
 def test_config_errors_name_the_file(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from megarl.errors import ModelError, explain
 from megarl.weights.families.llama import LLAMA
 from megarl.weights.families.qwen2 import QWEN2
+from megarl.weights.families.qwen3 import QWEN3
+from megarl.weights.families.qwen3_moe import QWEN3_MOE
 from megarl.weights.table import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, LLAMA)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def read_hf_config(hf_dir: str | Path) -> dict:

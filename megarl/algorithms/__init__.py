@@ -1,0 +1,1 @@
+"""KL controllers, under the import paths of the quickstart."""

@@ -1,0 +1,125 @@
+"""Is a directory a whole Hugging Face model? Known from its files' names and headers, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ModelError, explain
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt")
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def check_model_files(directory: str | Path) -> None:
+    """Raise ModelError for a directory that is missing, or without whole ``config.json`` and safetensors. Reads names and headers."""
+    root = Path(directory)
+    try:
+        _check_files(root)
+    except OSError as error:
+        raise ModelError(explain("a model can't be read", where=str(root), got=error, do="mend its permissions")) from error
+
+
+def _check_files(root: Path) -> None:
+    if not root.is_dir():
+        raise ModelError(
+            explain(
+                "no model here: it is a file" if root.exists() else "no such directory",
+                where=str(root),
+                expected="a local directory in Hugging Face's form",
+                do="download the model first, and name the directory; megarl fetches nothing",
+            )
+        )
+    if not (root / "config.json").is_file():
+        raise ModelError(
+            explain(
+                "no Hugging Face model here: config.json is missing",
+                where=str(root),
+                got=_names(root),
+                do="name a directory that save_pretrained wrote",
+            )
+        )
+    (root / "config.json").open("rb").close()
+    for name in weight_files(root):
+        if not (root / name).is_file():
+            raise ModelError(
+                explain(
+                    "a weight file is missing",
+                    where=str(root / name),
+                    got=f"{INDEX} names it; {_names(root)}",
+                    do="check that the model directory is complete",
+                )
+            )
+        check_safetensors(root / name)
+
+
+def weight_files(root: Path) -> list[str]:
+    """Names of the weight files that the directory should have. Raises ModelError for none, and for a damaged index."""
+    if (root / INDEX).is_file():
+        return sorted(set(read_index(root / INDEX).values()))
+    if (root / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if any(root.glob("*.safetensors")):
+        raise ModelError(
+            explain(
+                "weights in several files, without the index that says what is where",
+                where=str(root),
+                got=_names(root),
+                expected=INDEX,
+                do="copy the index too",
+            )
+        )
+    pickled = sorted(path.name for pattern in _PICKLED for path in root.glob(pattern))
+    do = "copy the weights into it"
+    if pickled:
+        do = "convert them: from_pretrained(DIR).save_pretrained(DIR) of transformers writes safetensors; megarl reads no pickle files"
+    raise ModelError(explain("a model directory without weights", where=str(root), got=_names(root), expected=f"weights: {WEIGHTS}", do=do))
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> file name. Raises ModelError for a file of another form."""
+    expected = '{"weight_map": {tensor: file}}'
+    try:
+        found: Any = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(explain("not an index of safetensors", where=str(index), got=error, expected=expected)) from error
+    table = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(table, dict) or not table or not all(isinstance(file, str) and Path(file).name == file for file in table.values()):
+        raise ModelError(explain("not an index of safetensors", where=str(index), got=repr(found)[:80], expected=expected))
+    return table
+
+
+def check_safetensors(file: Path) -> None:
+    """Raise ModelError unless the file is as long as its header says, as a copy or a download that broke off is not."""
+    size = file.stat().st_size
+    try:
+        needed = _needed_bytes(file, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, error) from error
+    if needed != size:
+        raise _damaged(file, f"{size} bytes, and its header tells of {needed}")
+
+
+def _needed_bytes(file: Path, size: int) -> int:
+    """Format: 8 bytes, the header's length (little endian); the header, JSON; the numbers."""
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"{size} bytes, less than its header")
+        header = json.loads(stream.read(length))
+    return 8 + length + max(_ends(header), default=0)
+
+
+def _ends(header: dict[str, Any]) -> Iterator[int]:
+    return (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _damaged(file: Path, got: object) -> ModelError:
+    return ModelError(explain("not a whole safetensors file", where=str(file), got=got, do="copy the model directory again"))
+
+
+def _names(root: Path) -> str:
+    return ", ".join(sorted(path.name for path in root.iterdir())) or "an empty directory"

@@ -1,0 +1,1 @@
+"""Resource pools, under the import paths of the quickstart."""

@@ -1,0 +1,1 @@
+"""Worker groups and the trainer, under the import paths of the quickstart."""
