@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -54,9 +55,10 @@ class RayWorkerGroup:
         """
         if self._undo is not None:
             raise ConfigError(explain("a worker group is spawned once", where="RayWorkerGroup.spawn", do="make another RayWorkerGroup"))
-        directory = Path(self.log_dir or tempfile.mkdtemp(prefix="megarl-"))
-        config = _config(self.role, self.resource_pool, directory)
+        config = _config(self.role, self.resource_pool, Path(self.log_dir or "."))
         check_models(config)
+        if self.log_dir is None:
+            config = replace(config, run=replace(config.run, dir=tempfile.mkdtemp(prefix="megarl-")))
         with ExitStack() as undo:
             if not ray.is_initialized():
                 start_cluster(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def check_models(config: Config) -> None:
             check_tensors(directory, hf_configs[key], tensor_files(directory), head, read=directory not in read)
             read.add(directory)
         except ModelError as error:
-            cut = f"{role}.layout: tensor {layout.tensor}, pipeline {layout.pipeline}"
+            cut = f"{role}.layout: " + ", ".join(f"{f.name} {getattr(layout, f.name)}" for f in fields(layout) if f.type == "int")
             raise ModelError(f"{key} = {directory} ({cut}): {error}") from error
     check_critic_tokenizer(config, load_tokenizer)
     check_model_sizes(config, hf_configs)
@@ -95,8 +95,18 @@ def check_models(config: Config) -> None:
 
 
 def check_engine(config: Config, hf_config: dict[str, Any]) -> None:
-    """The engine can cut the actor, and its cache holds at least one sample. Raises ConfigError."""
+    """The engine can take over and cut the actor, and its cache holds at least one sample. Raises ConfigError."""
     sizes, ranks = model_family(hf_config).sizes(hf_config), config.rollout.tensor_parallel
+    if sizes.experts:
+        raise ConfigError(
+            explain(
+                "the weights of experts can't reach the engine yet",
+                where="model",
+                got=f"{hf_config['model_type']} with {sizes.experts} experts",
+                expected="a dense model as the actor (critic and reference may be mixtures of experts)",
+                do="use a dense model; the first version that reshards experts will lift this",
+            )
+        )
     heads, groups = sizes.heads, sizes.query_groups
     if heads % ranks or max(groups, ranks) % min(groups, ranks):
         raise ConfigError(

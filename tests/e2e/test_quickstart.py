@@ -1,12 +1,17 @@
-"""The Python blocks of docs/quickstart.md, in order, as one program: in a directory of their own, with a cluster that they start."""
+"""docs/quickstart.md as written: its Python blocks, in order, as one program in a directory of its own; its commands as two terminals."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,9 +23,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 PAGE = ROOT / "docs" / "quickstart.md"
 
 
-def blocks(text: str) -> list[str]:
-    """The Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+def blocks(text: str, language: str = "python") -> list[str]:
+    """The blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def numbers(output: str, name: str) -> list[float]:
@@ -52,6 +57,44 @@ def test_the_page_runs_as_written(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").glob("megarl-*")), "what the trainer needed for a while is gone"
 
 
+def test_the_server_answers_as_written(tmp_path: Path) -> None:
+    """On a free port in the place of 8000, and by this Python."""
+    prepare(tmp_path / "build" / "demo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    server, question = (block.replace("8000", port) for block in blocks(PAGE.read_text(encoding="utf-8"), "sh"))
+    server = "exec " + re.sub("^python", sys.executable, server)
+    log = tmp_path / "server.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as out, subprocess.Popen(["bash", "-c", server], cwd=tmp_path, env=environment, stdout=out, stderr=out) as process:
+        try:
+            wait_for(f"INFO:root:Rollout server started on port {port}", log, process, deadline_s=240)
+            answer = ask(question, port)
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    assert len(answer["sequences"]) == 2 and all(isinstance(text, str) for text in answer["sequences"])
+    assert process.returncode == 0, log.read_text()
+
+
+def wait_for(line: str, log: Path, process: subprocess.Popen, deadline_s: float) -> None:
+    ends = time.monotonic() + deadline_s
+    while line not in log.read_text():
+        assert process.poll() is None and time.monotonic() < ends, log.read_text()
+        time.sleep(0.2)
+
+
+def ask(command: str, port: str) -> dict:
+    """By the page's command; where there is no curl, by what it sends."""
+    if shutil.which("curl"):
+        return json.loads(subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, check=True).stdout)
+    (body,) = re.findall(r"-d '(.*?)'$", command, flags=re.MULTILINE)
+    request = urllib.request.Request(f"http://localhost:{port}/generate", body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
 def test_every_block_of_the_page_is_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert len(blocks(text)) == text.count("```python") >= 9
+    assert len(blocks(text)) == text.count("```python") >= 9 and len(blocks(text, "sh")) == text.count("```sh") == 2
