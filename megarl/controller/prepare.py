@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
-from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +16,13 @@ from megarl.config.reward_checks import parse_reward_file
 from megarl.config.schema import Config, LayoutConfig
 from megarl.controller.context import RunPaths
 from megarl.controller.critic_tokenizer import check_critic_tokenizer, critic_files, critic_notes
+from megarl.controller.engine_checks import check_engine
 from megarl.controller.run_directory import check_run_directory, digests, publish, staging
 from megarl.controller.stop_tokens import stop_tokens
 from megarl.data.prompts import PreparedSummary, prepare_prompts
 from megarl.data.supervised import prepare_supervised
-from megarl.errors import ConfigError, DataError, ModelError, explain
+from megarl.errors import DataError, ModelError, explain
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.start import kv_cache_bytes
 from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_checks import check_tensors
@@ -92,44 +91,6 @@ def check_models(config: Config) -> None:
     check_critic_tokenizer(config, load_tokenizer)
     check_model_sizes(config, hf_configs)
     check_engine(config, hf_configs["model"])
-
-
-def check_engine(config: Config, hf_config: dict[str, Any]) -> None:
-    """The engine can take over and cut the actor, and its cache holds at least one sample. Raises ConfigError."""
-    sizes, ranks = model_family(hf_config).sizes(hf_config), config.rollout.tensor_parallel
-    if sizes.experts:
-        raise ConfigError(
-            explain(
-                "the weights of experts can't reach the engine yet",
-                where="model",
-                got=f"{hf_config['model_type']} with {sizes.experts} experts",
-                expected="a dense model as the actor (critic and reference may be mixtures of experts)",
-                do="use a dense model; the first version that reshards experts will lift this",
-            )
-        )
-    heads, groups = sizes.heads, sizes.query_groups
-    if heads % ranks or max(groups, ranks) % min(groups, ranks):
-        raise ConfigError(
-            explain(
-                "the engine can't split the model's heads over its ranks",
-                where="rollout.tensor_parallel",
-                got=ranks,
-                expected=f"a divisor of {heads} (num_attention_heads), and a divisor or a multiple of {groups} (num_key_value_heads)",
-                do="choose another number of ranks, and more rollout.engines if devices are left over",
-            )
-        )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    needed = kv_cache_bytes(replace(config.rollout, kv_cache_mib=0, max_concurrent_samples=1), longest, hf_config)
-    if kv_cache_bytes(config.rollout, longest, hf_config) < needed:
-        raise ConfigError(
-            explain(
-                "the engine's key/value cache can't hold one sample of full length",
-                where="rollout.kv_cache_mib",
-                got=config.rollout.kv_cache_mib,
-                expected=f"at least {ceil(needed / 2**20)}, for {longest} tokens (data.max_prompt_tokens + rollout.max_response_tokens)",
-                do="raise it (0: as much as rollout.max_concurrent_samples need), or shorten the samples",
-            )
-        )
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
