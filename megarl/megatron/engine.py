@@ -254,7 +254,7 @@ class Engine:
         stages.
         """
         layout, wanted = self.rank.layout, count
-        if layout.expert * layout.expert_tensor > layout.tensor * layout.context:
+        if (layout.tensor * layout.context) % (layout.expert * layout.expert_tensor):  # a group of experts reaches into other replicas
             most = torch.tensor(count, device=self.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             wanted = int(most)

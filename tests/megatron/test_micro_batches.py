@@ -58,6 +58,7 @@ LAYOUTS = {
     "cp2 dp2": ("dense", Layout(context=2, data=2)),
     "ep2": ("mixture", Layout(expert=2, data=2)),
     "ep2 vpp2": ("mixture", Layout(pipeline=2, virtual_pipeline=2, expert=2, data=2)),
+    "ep2 cp3 dp2, one group in two replicas": ("mixture", Layout(context=3, expert=2, data=2)),
     "ep2 tp2 sp dp2": ("mixture", Layout(tensor=2, expert=2, data=2, sequence_parallel=True)),
     "ep4 tp2 sp dp2": ("mixture", Layout(tensor=2, expert=2, expert_tensor=2, data=2, sequence_parallel=True)),
 }
