@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.device import on_gpu
-from megarl.errors import ConfigError, PlacementError, WorkerError, explain
+from megarl.errors import ConfigError, MegarlError, PlacementError, explain
 
 JOIN_DEADLINE_S = 30.0  # a cluster that lives answers in a second or two; Python's start is in it too
 
@@ -63,7 +63,7 @@ def shared_by(groups: Sequence[Slots]) -> Slots:
 def start_cluster(address: str | None, deadline_s: float = JOIN_DEADLINE_S) -> None:
     """Join the Ray cluster at ``address`` ("auto": the one that RAY_ADDRESS names, else this machine's), or start one on this machine.
 
-    Raises WorkerError when no cluster answers there within ``deadline_s``, ConfigError for one that this process can't work with.
+    Raises ConfigError when no cluster answers there within ``deadline_s``, and for one that this process can't work with.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -90,18 +90,7 @@ def _join(address: str, deadline_s: float) -> None:
     try:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
-        if "Version mismatch" in str(error):
-            versions = [line.strip() for line in str(error).splitlines() if line.strip().startswith(("Ray:", "Python:"))]
-            raise ConfigError(
-                explain(
-                    "the Ray cluster was started with another Ray or Python",
-                    where=f"cluster.address = {address}",
-                    got=", ".join(versions[:2]),
-                    expected=f"{', '.join(versions[2:])}, as of this process",
-                    do="run megarl in the environment that `ray start` ran in, or start the cluster in this one",
-                )
-            ) from error
-        raise _no_cluster(address, str(error)) from error
+        raise _refusal(address, str(error)) from error
 
 
 def _check_answers(address: str, deadline_s: float) -> None:
@@ -112,16 +101,30 @@ def _check_answers(address: str, deadline_s: float) -> None:
     except subprocess.TimeoutExpired as error:
         raise _no_cluster(address, f"no answer within {deadline_s:g} s") from error
     if done.returncode != 0:
-        raise _no_cluster(address, next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}"))
+        raise _refusal(address, next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}"))
 
 
-def _no_cluster(address: str, said: str) -> WorkerError:
+def _refusal(address: str, said: str) -> MegarlError:
+    """The error for what Ray says of a cluster: it may well answer, and be another release's (of Ray, or of Python)."""
+    if "version mismatch" not in said.lower():
+        return _no_cluster(address, said)
+    return ConfigError(
+        explain(
+            "the Ray cluster was started with another Ray or Python",
+            where=f"cluster.address = {address}",
+            got=" ".join(said.split()),
+            do="run megarl in the environment that `ray start` ran in, or start the cluster in this one",
+        )
+    )
+
+
+def _no_cluster(address: str, said: str) -> ConfigError:
     named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
     got = f"{address} (RAY_ADDRESS={named})" if named else address
     do = "start one by `ray start --head`, or leave the address out: megarl starts a cluster of its own on this machine"
     if "AuthenticationError" in said:
         do = "set RAY_AUTH_MODE=token in this program's environment, and give it the cluster's token (RAY_AUTH_TOKEN or ~/.ray/auth_token)"
-    return WorkerError(explain("no Ray cluster answers", where="cluster.address", got=f"{got}: {said}", do=do))
+    return ConfigError(explain("no Ray cluster answers", where="cluster.address", got=f"{got}: {said}", do=do))
 
 
 def cluster_has_gpus() -> bool:

@@ -22,11 +22,12 @@ from megarl.compat.pools import RayResourcePool
 from megarl.compat.samples import prepare_samples
 from megarl.compat.settings import Roles, trainer_settings, with_reference_layout
 from megarl.compat.sources import is_files
+from megarl.config.absolute import with_absolute_paths
 from megarl.controller.context import Context, Groups, RunPaths
 from megarl.controller.evaluate import Evaluation, evaluate
 from megarl.controller.prepare import Prepared, check_models, prepare
 from megarl.controller.roles import load_roles, start_groups
-from megarl.controller.run import new_context
+from megarl.controller.run import check_nodes_for, new_context
 from megarl.errors import ConfigError, DataError, explain
 
 Reward = str | Path | Callable[..., Any]
@@ -124,16 +125,19 @@ class RayPPOTrainer:
             do = "pass train_dataset=RLHFDataset(...), or the path of a parquet file, to RayPPOTrainer"
             raise DataError(explain("the trainer has no prompts to draw from", where="init_worker_groups", got="train_dataset=None", do=do))
         with ExitStack() as undo:
+            config, own_cluster = with_absolute_paths(self.config), False
             if not ray.is_initialized():
-                start_cluster(self.config.cluster.address)
+                start_cluster(config.cluster.address)
                 undo.callback(ray.shutdown)
+                own_cluster = config.cluster.address is None
+            differences = [] if own_cluster else check_nodes_for(config, self.paths)
             check_devices(self._roles.pools)
-            groups, facts = start_groups(self.config, self.paths, reference=self._reference_layout, with_rewards=self._scored)
+            groups, facts = start_groups(config, self.paths, reference=self._reference_layout, with_rewards=self._scored)
             undo.callback(_stop, groups)
-            for warning in facts["warnings"]:
+            for warning in [*differences, *facts["warnings"]]:
                 self._say(f"warning: {warning}")
-            run = new_context(self.config, self.paths, groups, self._prepared)
-            load_roles(groups, self.config, self.config.model)
+            run = new_context(config, self.paths, groups, self._prepared)
+            load_roles(groups, config, config.model)
             run.version += 1
             self._run = run
             self._leave.push(undo.pop_all())
@@ -202,8 +206,10 @@ class RayPPOTrainer:
         return evaluate(run)
 
     def export_hf(self, directory: str | Path) -> Path:
-        """Write the actor as it is now as a Hugging Face directory; one of that name that was there before is replaced."""
+        """Write the actor as it is now as a Hugging Face directory, a new one. Raises ConfigError where something of that name exists."""
         target = Path(directory).resolve()
+        if target.exists():
+            raise ConfigError(explain("the directory to export into exists already", where="export_hf", got=target, do="name a new one"))
         target.parent.mkdir(parents=True, exist_ok=True)
         self._started().groups.actor.export("actor", f"{target}.writing", str(target), self.config.model)
         return target

@@ -78,7 +78,7 @@ def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointS
     began = time.monotonic()
     start_cluster(config.cluster.address)
     try:
-        differences = _check_nodes(config, paths) if config.cluster.address is not None else []
+        differences = check_nodes_for(config, paths) if config.cluster.address is not None else []
         groups, facts = start_groups(config, paths)
         for warning in [*differences, *facts["warnings"]]:
             print(f"warning: {warning}")
@@ -94,7 +94,8 @@ def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointS
         ray.shutdown()
 
 
-def _check_nodes(config: Config, paths: RunPaths) -> list[str]:
+def check_nodes_for(config: Config, paths: RunPaths) -> list[str]:
+    """Can every node of a joined cluster do the run's work? Returns warnings. ``config``: with absolute paths, the run's lock held."""
     lock = paths.root / "lock"  # it names this process, so that a directory of the same name on another disk is told from this one
     env = WORKER_ENV | CPU_WORKER_ENV
     return check_nodes(paths_of_workers(config), (str(lock), lock.read_text(encoding="utf-8")), env, config.cluster.start_deadline_s)

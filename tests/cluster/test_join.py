@@ -23,10 +23,10 @@ JOIN = """
 import sys
 import ray
 from megarl.cluster.placement import start_cluster
-from megarl.errors import WorkerError
+from megarl.errors import ConfigError
 try:
     start_cluster(sys.argv[1], float(sys.argv[2]))
-except WorkerError as error:
+except ConfigError as error:
     print(error)
     sys.exit(3)
 print(f"joined {ray.get_runtime_context().gcs_address}")

@@ -199,6 +199,8 @@ def test_evaluation_and_export(by_hand: RayPPOTrainer, tmp_path: Path) -> None:
     measured = by_hand.evaluate()
     assert measured.prompts == 8 and 0 <= measured.reward <= 1
     out = by_hand.export_hf(tmp_path / "model")
+    with pytest.raises(ConfigError, match="exists already"):
+        by_hand.export_hf(tmp_path)
     assert (out / "config.json").is_file() and list(out.glob("*.safetensors")) and not (tmp_path / "model.writing").exists()
 
 

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 RECIPE = ROOT / "recipes" / "bench" / "C0.yaml"
 
 # Phases of one step in each process; rank 0 of two tensor-parallel ranks is the one that reports.
-ACTOR = {"share weights of actor", "forward actor", "forward reference", "update actor"}
-CRITIC = {"forward critic", "update critic", "compare log-probs", "kl penalty", "advantages", "whiten"}
+ACTOR = {"share weights of actor", "forward actor", "forward reference", "compare log-probs", "update actor"}
+CRITIC = {"forward critic", "kl penalty", "advantages", "whiten", "update critic"}
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +68,16 @@ def test_a_profile_changes_no_number_and_a_failing_one_ends_nothing(workload: Pa
     assert not (plain / "profile").exists()
 
     said = train(workload, watched, **{"run.total_steps": 2, "profile.steps": "[2]", "profile.memory": "true"})
-    assert f"profile: 8 files in {watched / 'profile'}\n" in said
+    assert f"profile: 10 files in {watched / 'profile'}\n" in said
     directory = watched / "profile" / "step_2"
     processes = ("actor_rank_0", "critic_rank_0", "rollout_rank_0", "rollout_rank_0_tensor_0", "rollout_rank_0_tensor_1")
     traces = {name: trace(directory / f"{name}.json.gz") for name in processes}
     assert traces["actor_rank_0"][0] >= ACTOR and traces["critic_rank_0"][0] >= CRITIC
-    assert "aten::_scaled_dot_product_attention_math" in traces["actor_rank_0"][1] or "aten::mm" in traces["actor_rank_0"][1]
+    assert "aten::scaled_dot_product_attention" in traces["actor_rank_0"][1]
     assert traces["rollout_rank_0"][0] >= {"sync weights", "generate"}
     for rank in (0, 1):  # the processes in which vLLM computes
         phases, operations = traces[f"rollout_rank_0_tensor_{rank}"]
-        assert "sync weights" in phases and any("onednn" in name or name == "aten::mm" for name in operations)
+        assert "sync weights" in phases and any("mm" in name for name in operations)
     table = json.loads((directory / "actor_rank_0.memory.json").read_text())
     assert {row["phase"] for row in table["phases"]} >= ACTOR
     assert all(row["before"] > 50 << 20 and row["seconds"] > 0 for row in table["phases"])
