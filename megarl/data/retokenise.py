@@ -11,7 +11,7 @@ first token otherwise than the others. So tokens are decoded in small windows, a
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CRITIC_TOKENS, CRITIC_PREDICTORS, CRITIC_LENGTHS = "critic_tokens", "critic_predictors", "critic_lengths"
 
 _UNFINISHED = "\ufffd"  # what bytes decode to that are no whole character (yet)
+_ACCENTED = "e\u0301"  # two characters, which composing makes one
 _WINDOW = 8  # tokens that are decoded together before a new window begins
 
 
@@ -41,6 +42,7 @@ class TextReader:
     begin: int | None  # its beginning of sequence
     end: int | None  # its end of sequence
     normalises: bool  # its ids are those of a changed text
+    composes: bool  # in which a letter and its accents may be one character
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TextReader:
@@ -52,14 +54,16 @@ class TextReader:
         copy.no_truncation()
         copy.no_padding()
         copy.post_processor = None
-        return cls(copy, tokenizer.bos_token_id, tokenizer.eos_token_id, copy.normalizer is not None)
+        normalizer = copy.normalizer
+        composes = normalizer is not None and _ACCENTED not in normalizer.normalize_str(_ACCENTED)
+        return cls(copy, tokenizer.bos_token_id, tokenizer.eos_token_id, normalizer is not None, composes)
 
     def read(self, text: str) -> tuple[list[int], np.ndarray]:
         """Ids, and for each of them [n] int64: so many characters of ``text`` decide it and those before it; never falling."""
         found = self.tokenizer.encode(text, add_special_tokens=False)
         ends = [stop for _, stop in found.offsets]
         if self.normalises:
-            ends = _over_what_normalising_joins(text, found.offsets)
+            ends = _over_what_normalising_joins(text, found.offsets, _joins_the_one_before if self.composes else _never)
         return found.ids, np.maximum.accumulate(np.array(ends, dtype=np.int64))
 
 
@@ -183,16 +187,16 @@ class _Window:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _over_what_normalising_joins(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
+def _over_what_normalising_joins(text: str, offsets: Sequence[tuple[int, int]], joins: Callable[[str], bool]) -> list[int]:
     """Ends of tokens in a text that was normalised, over what may be in them though their offsets don't say so.
 
     NFC makes one character of a letter and the accents behind it, and tells of the letter's place alone; other normalisers join
-    characters likewise, which then no token claims.
+    characters likewise, which then no token claims. ``joins``: whether a character may become one with the one before it.
     """
     starts = [start for start, _ in offsets[1:]] + [len(text)]
     ends = [end for _, end in offsets]
     for i, following in enumerate(starts):
-        while ends[i] < len(text) and ((ends[i] < following and not text[ends[i]].isspace()) or _joins_the_one_before(text[ends[i]])):
+        while ends[i] < len(text) and ((ends[i] < following and not text[ends[i]].isspace()) or joins(text[ends[i]])):
             ends[i] += 1
     return ends
 
@@ -200,6 +204,10 @@ def _over_what_normalising_joins(text: str, offsets: Sequence[tuple[int, int]]) 
 def _joins_the_one_before(character: str) -> bool:
     """Accents and other marks, and the later letters of a Korean syllable (jamo)."""
     return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
+
+
+def _never(character: str) -> bool:
+    return False
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

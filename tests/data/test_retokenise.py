@@ -15,7 +15,7 @@ from tokenizers import normalizers
 from megarl.data.retokenise import Retokeniser, TextReader, align
 from megarl.errors import DataError, ModelError
 from megarl.types import Ragged
-from tests.data.tokenizers import END, byte_level, bytes_of, pieces_with_scores, sentence_pieces, words
+from tests.data.tokenizers import END, byte_level, bytes_of, comma_and_space, pieces_with_scores, sentence_pieces, words
 
 
 @cache
@@ -192,6 +192,13 @@ def test_a_tokenizer_that_cuts_off_or_adds_is_read_plainly() -> None:
     tokenizer.backend_tokenizer.enable_padding(length=64)
     ids, ends = TextReader.of(tokenizer).read("no newt, no tower")
     assert 5 < len(ids) == len(ends) < 64 and ends[-1] == len("no newt, no tower")
+
+
+def test_a_space_at_a_tokens_end_belongs_to_it() -> None:
+    """Though the tokenizer's post-processor would say otherwise: its token of ', ' ends behind the space."""
+    tokenizer = comma_and_space()
+    assert tokenizer("no, newt", return_offsets_mapping=True)["offset_mapping"][2] == (2, 3)
+    assert TextReader.of(tokenizer).read("no, newt")[1][2] == 4
 
 
 def test_a_slow_tokenizer_is_refused() -> None:

@@ -33,6 +33,15 @@ def byte_level(
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
+def comma_and_space() -> Any:
+    """Every byte, and one token of two that GPT-2's cut of a text would never make; spaces are taken off the offsets."""
+    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), ",\u0120"])}
+    made = Tokenizer(models.BPE(vocab, [(",", "\u0120")]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
 def sentence_pieces() -> Any:
     """Llama 2's kind: spaces are part of words, the first of a text is dropped on decoding, and unknown characters are bytes."""
     alphabet = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcdehilnortw.,"]
