@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -60,19 +61,43 @@ def shared_by(groups: Sequence[Slots]) -> Slots:
     return Slots(" + ".join(s.group for s in groups), counts[0], sum(s.cpus for s in groups), sum(s.gpus for s in groups))
 
 
-def start_cluster(address: str | None, deadline_s: float = JOIN_DEADLINE_S) -> None:
+def start_cluster(address: str | None, deadline_s: float = JOIN_DEADLINE_S) -> Callable[[], None]:
     """Join the Ray cluster at ``address`` ("auto": the one that RAY_ADDRESS names, else this machine's), or start one on this machine.
 
-    Raises ConfigError when no cluster answers there within ``deadline_s``, and for one that this process can't work with.
+    Returns what leaves it again (and ends it, where it was started here), and puts the environment back as it was: a program may start
+    other clusters afterwards, and other programs. Raises ConfigError when no cluster answers there within ``deadline_s``, and for one that
+    this process can't work with.
     """
+    leave = partial(_leave, {name: os.environ.get(name) for name in _SET_BY_A_START})
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if address is not None:
         _join(address, deadline_s)
-        return
+        return leave
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: names and interfaces of a network don't matter
     # "local", since without it Ray would join whatever cluster RAY_ADDRESS names, perhaps somebody else's.
     ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_gpus=None if on_gpu() else 0)
+    return leave
+
+
+# By megarl the first three, by Ray itself the others.
+_SET_BY_A_START = (
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_DEDUP_LOGS",
+    "GLOO_SOCKET_IFNAME",
+    "RAY_AUTH_MODE",
+    "RAY_CLIENT_MODE",
+    "PYTHONBREAKPOINT",
+)
+
+
+def _leave(before: Mapping[str, str | None]) -> None:
+    ray.shutdown()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _join(address: str, deadline_s: float) -> None:

@@ -127,8 +127,7 @@ class RayPPOTrainer:
         with ExitStack() as undo:
             config, own_cluster = with_absolute_paths(self.config), False
             if not ray.is_initialized():
-                start_cluster(config.cluster.address)
-                undo.callback(ray.shutdown)
+                undo.callback(start_cluster(config.cluster.address))
                 own_cluster = config.cluster.address is None
             differences = [] if own_cluster else check_nodes_for(config, self.paths)
             check_devices(self._roles.pools)

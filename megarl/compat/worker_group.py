@@ -61,8 +61,7 @@ class RayWorkerGroup:
             config = replace(config, run=replace(config.run, dir=tempfile.mkdtemp(prefix="megarl-")))
         with ExitStack() as undo:
             if not ray.is_initialized():
-                start_cluster(None)
-                undo.callback(ray.shutdown)
+                undo.callback(start_cluster(None))
             check_devices([self.resource_pool])
             group = _start(self.role, config, undo)
             self._undo = undo.pop_all()

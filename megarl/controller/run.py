@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from megarl.algo.kl import FixedKLController, kl_controller
 from megarl.checkpoint.store import Checkpoint, CheckpointStore
 from megarl.cluster.calls import wait_all
@@ -76,7 +74,7 @@ def newest_checkpoint(store: CheckpointStore, config: Config) -> Checkpoint | No
 
 def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointStore, found: Checkpoint | None) -> int:
     began = time.monotonic()
-    start_cluster(config.cluster.address)
+    leave = start_cluster(config.cluster.address)
     try:
         differences = check_nodes_for(config, paths) if config.cluster.address is not None else []
         groups, facts = start_groups(config, paths)
@@ -91,7 +89,7 @@ def _run(config: Config, paths: RunPaths, prepared: Prepared, store: CheckpointS
         loop(run, store, found)
         return finish(run, store)
     finally:
-        ray.shutdown()
+        leave()
 
 
 def check_nodes_for(config: Config, paths: RunPaths) -> list[str]:

@@ -3,57 +3,45 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.heads import TOKEN, head_node
+
 pytestmark = pytest.mark.cluster
 
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+UNCHANGED = "left; the environment changed by {}"
 
 JOIN = """
+import os
 import sys
 import ray
 from megarl.cluster.placement import start_cluster
 from megarl.errors import ConfigError
+before = dict(os.environ)
 try:
-    start_cluster(sys.argv[1], float(sys.argv[2]))
+    leave = start_cluster(None if sys.argv[1] == "none" else sys.argv[1], float(sys.argv[2]))
 except ConfigError as error:
     print(error)
     sys.exit(3)
 print(f"joined {ray.get_runtime_context().gcs_address}")
+leave()
+print("left; the environment changed by", {k: v for k, v in os.environ.items() if before.get(k) != v})
 """
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a head node that a user started."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=1", "--include-dashboard=false"]
-    log = tmp_path_factory.mktemp("head") / "log"
-    own = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # sockets have short names; and no other program finds this cluster by "auto"
-    with open(log, "w") as stream:
-        environment = os.environ | TOKEN
-        process = subprocess.Popen(
-            [*command, f"--port={port}", f"--temp-dir={own}"], stdout=stream, stderr=stream, env=environment, start_new_session=True
-        )
-    deadline = time.monotonic() + 90
-    while "Ray runtime started" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
-    yield f"127.0.0.1:{port}"
-    process.send_signal(signal.SIGTERM)  # it ends its own children
-    process.wait(60)
-    shutil.rmtree(own, ignore_errors=True)
+    place = tmp_path_factory.mktemp("head")
+    with head_node(place / "log", 1, os.environ, place) as found:
+        yield found.address
 
 
 def join(address: str, deadline_s: float, **environment: str) -> tuple[int, str, float]:
@@ -68,7 +56,12 @@ def test_a_living_cluster_is_joined_by_its_address_and_by_auto(head: str) -> Non
     port = head.rpartition(":")[2]
     for address, environment in ((head, {}), ("auto", {"RAY_ADDRESS": head})):
         code, said, _ = join(address, 60, **environment, **TOKEN)
-        assert code == 0 and f":{port}" in said, said
+        assert code == 0 and f":{port}" in said and UNCHANGED in said, said
+
+
+def test_a_cluster_of_its_own_is_left_without_a_trace() -> None:
+    code, said, _ = join("none", 60)
+    assert code == 0 and UNCHANGED in said, said
 
 
 def test_a_cluster_that_wants_a_token_says_so(head: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,10 +41,13 @@ CLOCK = ("timing", "perf/", "controller/", "training/global_step", "training/epo
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A cluster of the user's."""
+    """A cluster of the user's. What Ray leaves in the environment is no other test's."""
+    before = dict(os.environ)
     ray.init(address="local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
     yield
     ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

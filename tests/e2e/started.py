@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import ray
-
 from megarl.cluster.placement import start_cluster
 from megarl.config.schema import Config
 from megarl.controller.context import Context, RunPaths
@@ -19,7 +17,7 @@ def started(config: Config) -> Iterator[Context]:
     """To be used as a fixture's body: everything ends when the generator does."""
     paths = RunPaths(Path(config.run.dir))
     prepared = prepare(config, paths)
-    start_cluster(None)
+    leave = start_cluster(None)
     try:
         groups, _ = start_groups(config, paths)
         context = new_context(config, paths, groups, prepared)
@@ -27,4 +25,4 @@ def started(config: Config) -> Iterator[Context]:
         context.version += 1
         yield context
     finally:
-        ray.shutdown()
+        leave()
