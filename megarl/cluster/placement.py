@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.device import on_gpu
 from megarl.errors import ConfigError, MegarlError, PlacementError, explain
 
-JOIN_DEADLINE_S = 30.0  # a cluster that lives answers in a second or two; Python's start is in it too
+JOIN_DEADLINE_S = 60.0  # a cluster that lives answers in a second or two, on a busy machine in half a minute
 
 # Every worker computes with one thread: processes share the cores. Returns of workers always go to the object store and never ride in
 # the reply to the controller, which Ray does by itself below 100 kB.
