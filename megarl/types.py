@@ -91,6 +91,11 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def experts_apart(self) -> bool:
+        """True where experts are cut over other ranks than the rest of the model, and so have other replicas."""
+        return (self.expert, self.expert_tensor) != (1, self.tensor)
+
+    @property
     def expert_data(self) -> int:
         """Replicas of each expert: experts are cut over the ranks of one stage by ``expert_tensor`` and ``expert`` alone."""
         return self.tensor * self.context * self.data // (self.expert_tensor * self.expert)

@@ -31,8 +31,8 @@ def save_engine(engine: Engine, directory: Path) -> None:
 def load_engine(engine: Engine, directory: Path) -> None:
     """Load what :func:`save_engine` wrote, from any layout. Collective.
 
-    Raises CheckpointError where the directory holds no checkpoint, one that only a newer megatron-core can read, or a trained one from
-    a layout with expert parallelism where this one has none, or the other way round.
+    Raises CheckpointError where the directory holds no checkpoint, one that only a newer megatron-core can read, or a trained one
+    whose experts are cut otherwise than the rest of the model where here they aren't, or the other way round.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise CheckpointError(explain("no Megatron distributed checkpoint", where=str(directory), do="resume from another checkpoint"))
@@ -57,17 +57,19 @@ def load_engine(engine: Engine, directory: Path) -> None:
 
 
 def _check_experts(engine: Engine, directory: Path) -> None:
-    """Under expert parallelism megatron-core gives the experts an optimizer of their own, whose states have other names."""
+    """Experts that are cut otherwise than the rest have an optimizer of their own, whose states have other names."""
     saved = any(key.startswith("chained_") for key in dist_checkpointing.load_tensors_metadata(str(directory)))
     wanted = len(engine.optimizer.chained_optimizers) > 1
     if saved != wanted:
+        kinds = {True: "experts that are cut otherwise than the rest", False: "no such experts"}
+        layout = engine.rank.layout
         raise CheckpointError(
             explain(
-                "optimizer states with and without expert parallelism can't be loaded into each other",
+                "optimizer states of experts can't be loaded into a layout that cuts them otherwise",
                 where=str(directory),
-                got=f"a checkpoint written {'with' if saved else 'without'} it",
-                expected=f"one written {'with' if wanted else 'without'} it, as layout.expert = {engine.rank.layout.expert} says",
-                do="resume with an expert-parallel size of " + ("2 or more" if saved else "1"),
+                got=f"a checkpoint with {kinds[saved]}",
+                expected=f"{kinds[wanted]}: tensor {layout.tensor}, expert {layout.expert}, expert_tensor {layout.expert_tensor}",
+                do=f"resume with {'' if saved else 'no '}expert or expert_tensor other than 1 and tensor, as in the run that wrote it",
             )
         )
 

@@ -71,9 +71,20 @@ class Engine:
         self.spec = layer_spec(role.dtype, has_transformer_engine())
         self.chunks = build_model(hf_config, rank, role, self.spec)
         self.shards = model_family(hf_config).shard(hf_config, rank, head=role.head, spec=self.spec)
+        self._mark_experts()
         self.vocab_size = int(hf_config["vocab_size"])
         self.optimizer: Any = None
         self._optimizer_settings = optimizer
+
+    def _mark_experts(self) -> None:
+        """Say of each expert's weight whose gradients are to be summed: those of its own replicas, or of the whole model's.
+
+        megatron-core tells them apart by the number of expert-parallel ranks alone. With one, experts that are cut otherwise than the rest
+        (``expert_tensor`` other than ``tensor``) would silently lose the gradients of some ranks, or count them twice.
+        """
+        for name, parameter in self.named_parameters().items():
+            if self.shards[name].expert:
+                parameter.allreduce = not self.rank.layout.experts_apart
 
     def load_hf(self, directory: Path) -> None:
         """Load this rank's slices of a Hugging Face directory, in place. A value head that the directory lacks keeps its zeros."""

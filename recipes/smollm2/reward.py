@@ -8,12 +8,15 @@ penalty is what keeps the model near its own way of answering.
 import json
 import re
 
-WORD = re.compile(r"\w+(?:['’-]\w+)*")  # "don't" and "well-known" are one word each
-SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s|$)")  # with what closes around it; the point of "3.5" ends nothing
+WORD = re.compile(r"\w+(?:['’]\w+)*")  # "don't" is one word, "well-known" two: a chain of hyphens must not make a long answer short
+# With what closes around it; the point of "3.5" ends nothing. Looked for once in a row of points, so that many of them take no longer.
+SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]]*+(?=\s|$)")
+COMMAS = ",，、،"
 
 
 def words(text):
-    return WORD.findall(text)
+    """What has a letter: neither a number nor a line of "_" is a word."""
+    return [found for found in WORD.findall(text) if any(character.isalpha() for character in found)]
 
 
 def at_most_words(text, n):
@@ -30,10 +33,11 @@ def includes(text, word):
 
 
 def sentences(text, n):
-    """So many ends of sentences, the last of them at the end of the answer."""
+    """So many sentences, each with a word in it and the last of them at the end of the answer."""
     text = text.strip()
-    ends = list(SENTENCE_END.finditer(text))
-    return len(ends) == n and ends[-1].end() == len(text)
+    ends = [end.end() for end in SENTENCE_END.finditer(text)]
+    parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return len(ends) == n and ends[-1] == len(text) and all(words(part) for part in parts)
 
 
 def numbered(text, n):
@@ -43,7 +47,7 @@ def numbered(text, n):
 
 
 def no_commas(text):
-    return "," not in text
+    return not any(comma in text for comma in COMMAS)
 
 
 CHECKS = {check.__name__: check for check in (at_most_words, starts_with, includes, sentences, numbered, no_commas)}

@@ -56,6 +56,12 @@ MIXTURE_LAYOUTS = {
     "ep2 etp2 tp2 sp": Layout(tensor=2, expert=2, expert_tensor=2, data=2, sequence_parallel=True),
     "etp2 tp2 sp": Layout(tensor=2, expert_tensor=2, sequence_parallel=True),
     "ep2 cp2": Layout(context=2, expert=2),
+    # One expert-parallel rank, and experts that are cut otherwise than the rest all the same.
+    "tp2 sp": Layout(tensor=2, sequence_parallel=True),
+    "tp2 sp pp2": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+    "etp2 dp2": Layout(expert_tensor=2, data=2),
+    "etp3 cp3": Layout(expert_tensor=3, context=3),
+    "etp3 tp2 sp dp3": Layout(tensor=2, expert_tensor=3, data=3, sequence_parallel=True),
     "pp2": Layout(pipeline=2),
 }
 TEMPERATURE = 0.7
@@ -65,7 +71,8 @@ TEMPERATURE = 0.7
 CASES = [("tied", name) for name in LAYOUTS] + [("untied", "tp2 pp2 sp"), ("untied", "vpp2")]
 CASES += [("mixture", name) for name in MIXTURE_LAYOUTS] + [("mixture of softmax", "ep2")]
 # Each kind of cut once; the rest are left to `make test`.
-FAST = [("tied", name) for name in ("one rank", "dp2", "tp2 pp2 sp", "vpp2", "cp2 tp2 sp")] + [("mixture", "ep2 tp2 sp")]
+FAST = [("tied", name) for name in ("one rank", "dp2", "tp2 pp2 sp", "vpp2", "cp2 tp2 sp")]
+FAST += [("mixture", "ep2 tp2 sp"), ("mixture", "tp2 sp")]
 PARAMETERS = [pytest.param(*case, id=" ".join(case), marks=() if case in FAST else pytest.mark.slow) for case in CASES]
 
 
