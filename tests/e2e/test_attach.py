@@ -98,8 +98,20 @@ def start(place: Path, address: str, run_dir: str, *, reward: str = "my_reward.p
     }
     command = [sys.executable, "-m", "megarl.cli.main", "train", "C0.yaml", *(f"{key}={value}" for key, value in changes.items())]
     return subprocess.Popen(
-        command, cwd=place, env=joined_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=place,
+        env=joined_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_as_from_a_terminal,  # noqa: PLW1509 - this process has no threads of its own
     )
+
+
+def _as_from_a_terminal() -> None:
+    """Where these tests are a shell's background job, they are told to ignore Ctrl-C, and so would be what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finished(process: subprocess.Popen[str], code: int) -> str:
