@@ -100,6 +100,7 @@ def test_the_same_size_with_other_tokens_is_refused_too(place: Path) -> None:
     assert "'a': id 7 and id 8, 'b': id 8 and id 7" in refused(place, **{"critic.model": place / "twin"})
 
 
+@pytest.mark.slow
 def test_the_key_without_a_use_is_a_note(place: Path) -> None:
     shutil.copytree(place / "model", place / "twin")
     for critic in (place / "twin", "null"):

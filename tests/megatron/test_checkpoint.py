@@ -54,7 +54,7 @@ def resumed(rank: Rank, model_dir: Path, target: Path, distributed: bool) -> lis
     return [step(engine, rank, s) for s in range(3, 6)]
 
 
-FAST = ("pp2", "vpp2 dp2 distributed optimizer")
+FAST = ("pp2", "dp2 distributed optimizer")
 SAME = {
     "pp2": (Layout(pipeline=2), False),
     "dp2 distributed optimizer": (Layout(data=2), True),

@@ -83,6 +83,7 @@ def test_each_step_once_and_again_after_a_resume(tmp_path: Path, name: str) -> N
     assert READERS[name](tmp_path)["critic/score/mean"] == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4})
 
 
+@pytest.mark.slow
 def test_tensorboard_forgets_steps_that_are_done_again(tmp_path: Path) -> None:
     for after, steps, shift in ((0, (1, 2, 3), 0.0), (1, (2, 3), 5.0)):
         log = MetricsLog(tmp_path, resume_from=after)
@@ -93,6 +94,7 @@ def test_tensorboard_forgets_steps_that_are_done_again(tmp_path: Path) -> None:
     assert in_tensorboard(tmp_path)["critic/score/mean"] == pytest.approx({1: 0.1, 2: 5.2, 3: 5.3})
 
 
+@pytest.mark.slow
 def test_a_sink_that_is_named_later_gets_the_steps_before(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step in (1, 2):

@@ -100,6 +100,7 @@ print(found.files, found.failures)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     """PyTorch itself only logs that its file was cut off. Here no file may have more than 600 bytes."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
