@@ -56,6 +56,14 @@ class Estimate:
     whiten: bool
     metrics: dict[str, float]
     trained: list[str] = field(default_factory=list)  # roles
+    superseded: bool = False  # a KL penalty was applied to the samples afterwards, and advantages computed anew
+
+
+@dataclass
+class Life:
+    """Whether a trainer's processes, which hold the columns, are there; all its batches share the record."""
+
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class TrainerBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the draw: critic/score/mean, response_length/mean, ...
     estimate: Estimate | None = None  # of the advantages; None: there are none
     penalty: Penalty | None = None  # None: no KL penalty in the rewards
+    life: Life = field(default_factory=Life, repr=False)  # of the trainer
 
     def __len__(self) -> int:
         return len(self.proto)
@@ -99,7 +108,11 @@ class TrainerBatch:
 
     def with_scores(self, scores: Sequence[float] | np.ndarray) -> TrainerBatch:
         """These samples with scores [B] given by hand. Raises DataError for another number of them, or one that is not finite."""
-        found = np.asarray(scores, dtype=np.float64)
+        try:
+            found = np.asarray(scores, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            expected = f"{len(self)} finite numbers"
+            raise DataError(explain("scores that are no numbers", where="with_scores", got=error, expected=expected)) from error
         if found.shape != (len(self),) or not np.isfinite(found).all():
             got = f"shape {found.shape}" if found.shape != (len(self),) else "a number that is not finite"
             raise DataError(
@@ -130,10 +143,14 @@ class TrainerBatch:
 
     __or__ = union
 
-    def take(self, rows: Sequence[int]) -> TrainerBatch:
-        """The samples at the positions ``rows``. From here on they count as all that were drawn."""
-        scores = None if self.scores is None else self.scores[list(rows)]
-        return replace(self, proto=self.proto.take(rows), scores=scores, drawn=len(rows))
+    def take(self, rows: Sequence[int] | np.ndarray) -> TrainerBatch:
+        """The samples at the positions ``rows``, or where a mask [B] of bools is true. From here on they count as all that were drawn.
+
+        Raises DataError for no sample, a position outside the batch or twice, and a mask of another length.
+        """
+        chosen = _positions(rows, len(self))
+        scores = None if self.scores is None else self.scores[chosen]
+        return replace(self, proto=self.proto.take(chosen.tolist()), scores=scores, drawn=len(chosen))
 
     def split(self, n: int) -> list[TrainerBatch]:
         """``n`` batches of consecutive samples; advantages stay whitened over the whole."""
@@ -144,21 +161,30 @@ class TrainerBatch:
     def concat(parts: Sequence[TrainerBatch]) -> TrainerBatch:
         """The samples of all ``parts`` in order: parts of one draw, or of several.
 
-        Raises DataError where rewards or advantages were computed apart: join the parts first, and compute then.
+        Raises DataError where rewards or advantages were computed apart (join the parts first, and compute then), for a sample that is in
+        two parts, and for parts of different trainers.
         """
+        for part in parts:
+            _check_kind(part, "concat")
         proto = DataProto.concat([part.proto for part in parts])
         first = parts[0]
         for part in parts:
-            _check_kind(part, "concat")
+            if part.run is not first.run:
+                raise DataError(explain("batches of different trainers", where="TrainerBatch.concat", expected="parts of one trainer"))
             if part.estimate is not first.estimate or part.penalty != first.penalty or (part.scores is None) != (first.scores is None):
                 do = "concat first, then apply_kl_penalty and compute_advantage"
                 raise DataError(explain("parts whose rewards or advantages were computed apart", where="TrainerBatch.concat", do=do))
+        twice = len(proto) - len(np.unique(proto.info.sample_id))
+        if twice:
+            do = "join parts that share no sample"
+            raise DataError(explain("samples that are in the parts twice", where="TrainerBatch.concat", got=f"{twice} of them", do=do))
         scores = None if first.scores is None else np.concatenate([part.scores for part in parts])
         drawn, step = sum(part.drawn for part in parts), max(part.step for part in parts)
         return replace(first, proto=proto, scores=scores, drawn=drawn, step=step, metrics={})
 
     def to_local(self, *columns: str) -> dict[str, Column]:
-        """Fetch ``columns`` (all of them when none is named) to this process."""
+        """Fetch ``columns`` (all of them when none is named) to this process. Raises DataError where the trainer is closed."""
+        check_batch(self, "TrainerBatch.to_local")
         wanted = columns or self.column_names
         stored = dict.fromkeys(c for name in wanted for c in (("prompts", "responses") if name == SEQUENCES else (name,)))
         found = self.proto.to_local(*stored, fetch=fetch_together)
@@ -189,12 +215,41 @@ WRITERS = {
 }
 
 
-def check_batch(batch: Any, by: str) -> TrainerBatch:
-    """Raise DataError for anything but samples of a trainer."""
+def check_batch(batch: Any, by: str, run: Context | None = None) -> TrainerBatch:
+    """Raise DataError for anything but samples of a trainer that runs; of ``run``, where one is given."""
     if not isinstance(batch, TrainerBatch):
         do = "pass what generate_sequences gave"
         raise DataError(explain("not a batch of samples", where=by, got=type(batch).__name__, expected="a TrainerBatch", do=do))
+    if batch.life.closed:
+        do = "call to_local before close, or draw new samples with another trainer"
+        raise DataError(explain("the trainer that drew these samples is closed, and their columns are gone", where=by, do=do))
+    if run is not None and batch.run is not run:
+        do = "pass what this trainer's generate_sequences gave"
+        raise DataError(
+            explain("samples of another trainer", where=by, got=batch.run and batch.run.paths.root, expected=run.paths.root, do=do)
+        )
     return batch
+
+
+def check_trainable(batch: TrainerBatch, by: str) -> None:
+    """Raise DataError for advantages in the place of which others were computed."""
+    if batch.estimate is not None and batch.estimate.superseded:
+        do = "train on what apply_kl_penalty returned"
+        raise DataError(explain("a KL penalty was applied to these samples afterwards", where=by, do=do))
+
+
+def check_whole_groups(batch: TrainerBatch, by: str) -> None:
+    """Raise DataError for a part of a group. (The policy for failed rewards leaves out whole groups.)"""
+    expected = batch.run.config.rollout.responses_per_prompt
+    groups, counts = np.unique(batch.info.group, return_counts=True)
+    cut = np.flatnonzero(counts != expected)
+    if len(cut):
+        first = int(groups[cut[0]])
+        place = int(np.flatnonzero(batch.info.group == first)[0])
+        got = f"{len(cut)} of {len(groups)} groups; of the prompt of sample {place} there are {counts[cut[0]]}"
+        what = f"{batch.run.config.algorithm.advantage_estimator} compares the samples of a prompt, and some are missing"
+        do = "compute advantages of the whole batch; take and split after compute_advantage"
+        raise DataError(explain(what, where=by, got=got, expected=f"{expected} samples of each prompt", do=do))
 
 
 def numbered(proto: DataProto, step: int) -> DataProto:
@@ -206,6 +261,29 @@ def numbered(proto: DataProto, step: int) -> DataProto:
 
 def _check_kind(other: Any, by: str) -> None:
     check_batch(other, f"TrainerBatch.{by}")
+
+
+def _positions(rows: Any, count: int) -> np.ndarray:
+    """Positions [n], each once, of a batch of ``count`` samples. Raises DataError."""
+    try:
+        found = np.asarray(rows)
+    except ValueError:  # lists of different lengths
+        found = np.asarray(None)
+    flat = found.ndim == 1
+    if flat and found.dtype == bool and len(found) == count:
+        found = np.flatnonzero(found)
+    if not flat or not len(found) or not np.issubdtype(found.dtype, np.integer):
+        what = "no sample" if flat and not len(found) else f"shape {found.shape}, {found.dtype}"
+        expected = f"positions from 0 to {count - 1}, or a mask of {count}"
+        raise DataError(explain("no positions of samples", where="TrainerBatch.take", got=what, expected=expected))
+    if found.min() < 0 or found.max() >= count:
+        got = found[(found < 0) | (found >= count)].tolist()[:8]
+        raise DataError(explain("positions outside the batch", where="TrainerBatch.take", got=got, expected=f"0 to {count - 1}"))
+    numbers, times = np.unique(found, return_counts=True)
+    if len(numbers) < len(found):
+        got = numbers[times > 1].tolist()[:8]
+        raise DataError(explain("samples taken twice", where="TrainerBatch.take", got=got, expected="each position at most once"))
+    return found
 
 
 def _either(name: str, ours: Any, theirs: Any) -> Any:

@@ -5,13 +5,14 @@ Both run where the columns are; only a few numbers reach this process. Either or
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megarl.algo.moments import Moments
-from megarl.compat.batch import Estimate, Penalty, TrainerBatch, check_batch
+from megarl.compat.batch import Estimate, Penalty, TrainerBatch, check_batch, check_whole_groups
 from megarl.compat.kl_controller import estimator_of
 from megarl.config.schema import AlgorithmConfig
 from megarl.controller.metrics import StepMetrics
@@ -34,20 +35,19 @@ def compute_advantage(batch: TrainerBatch, gamma: float | None = None, lam: floa
         whiten: shift and scale the advantages of a critic's estimator to mean 0 and variance 1 over all tokens of the batch.
 
     Raises:
-        DataError: a column or the scores are missing; the message names the call to make.
+        DataError: a column or the scores are missing (the message names the call to make), or samples that the estimator compares.
         ConfigError: gamma or lam out of range.
     """
     check_batch(batch, "compute_advantage")
     algorithm = batch.run.config.algorithm
-    gamma = algorithm.gamma if gamma is None else float(gamma)
-    lam = algorithm.lam if lam is None else float(lam)
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= number <= 1.0:
-            raise ConfigError(explain(f"{name} out of range", where="compute_advantage", got=number, expected="a number in [0, 1]"))
+    gamma = algorithm.gamma if gamma is None else _number(gamma, "gamma", "compute_advantage", at_most=1.0)
+    lam = algorithm.lam if lam is None else _number(lam, "lam", "compute_advantage", at_most=1.0)
     _check_scored(batch, "compute_advantage")
     batch.require("log_probs", by="compute_advantage")
     if needs_critic(batch.run.config):
         batch.require("values", "last_values", by="compute_advantage")
+    else:
+        check_whole_groups(batch, "compute_advantage")
     proto, metrics = _without(batch.proto, _ADVANTAGES), StepMetrics()
     if batch.penalty is None:
         proto, infos = _token_rewards(batch, batch.scores, coef=0.0, estimator=_NO_PENALTY)
@@ -59,7 +59,7 @@ def apply_kl_penalty(batch: TrainerBatch, kl_ctrl: Any, kl_penalty: str = "kl") 
     """Take ``kl_ctrl.value`` x KL to the reference off the reward of every token, and tell the controller how large the KL was.
 
     On a batch that has advantages they are computed anew with the settings that they were computed with. The result is to be trained
-    on in the place of ``batch``.
+    on in the place of ``batch``, whose advantages are refused by the updates from here on.
 
     Args:
         batch: scored samples with log_probs and ref_log_probs.
@@ -68,10 +68,10 @@ def apply_kl_penalty(batch: TrainerBatch, kl_ctrl: Any, kl_penalty: str = "kl") 
 
     Raises:
         DataError: a column or the scores are missing; a penalty is in the rewards already; somebody has learnt from these advantages.
-        ConfigError: a penalty of another name.
+        ConfigError: a penalty of another name, or a coefficient that is negative or no finite number.
     """
     check_batch(batch, "apply_kl_penalty")
-    estimator = estimator_of(kl_penalty)
+    estimator, coef = estimator_of(kl_penalty), _coefficient(kl_ctrl)
     if batch.penalty is not None:
         got = f"coefficient {batch.penalty.coef:g}, {batch.penalty.estimator}"
         raise DataError(explain("a KL penalty is in the rewards already", where="apply_kl_penalty", got=got, do="apply it once a batch"))
@@ -81,7 +81,9 @@ def apply_kl_penalty(batch: TrainerBatch, kl_ctrl: Any, kl_penalty: str = "kl") 
         raise DataError(explain("the penalty would come too late for these advantages", where="apply_kl_penalty", got=got, do=do))
     batch.require("log_probs", "ref_log_probs", by="apply_kl_penalty")
     _check_scored(batch, "apply_kl_penalty")
-    coef, metrics = float(kl_ctrl.value), StepMetrics()
+    if batch.estimate is not None and not needs_critic(batch.run.config):
+        check_whole_groups(batch, "apply_kl_penalty")
+    metrics = StepMetrics()
     proto, infos = _token_rewards(batch, batch.scores, coef=coef, estimator=estimator)
     metrics.add_kl(infos, coef)
     metrics.add_rewards(infos)
@@ -92,6 +94,8 @@ def apply_kl_penalty(batch: TrainerBatch, kl_ctrl: Any, kl_penalty: str = "kl") 
         settings = replace(batch.run.config.algorithm, gamma=known.gamma, lam=known.lam, whiten_advantages=known.whiten)
         found = _estimated(found, settings, metrics)
     kl_ctrl.update(kl, len(batch))
+    if batch.estimate is not None:
+        batch.estimate.superseded = True
     return found
 
 
@@ -117,6 +121,25 @@ def _estimated(batch: TrainerBatch, algorithm: AlgorithmConfig, metrics: StepMet
     metrics.add_advantages(infos)
     estimate = Estimate(algorithm.gamma, algorithm.lam, algorithm.whiten_advantages, dict(metrics.values))
     return replace(batch, proto=proto, estimate=estimate, metrics={**batch.metrics, **metrics.values})
+
+
+def _coefficient(kl_ctrl: Any) -> float:
+    if not hasattr(kl_ctrl, "value") or not callable(getattr(kl_ctrl, "update", None)):
+        expected = "as AdaptiveKLController: value, and update(current_kl, n_steps)"
+        raise ConfigError(explain("no KL controller", where="apply_kl_penalty", got=type(kl_ctrl).__name__, expected=expected))
+    return _number(kl_ctrl.value, "kl_ctrl.value", "apply_kl_penalty", at_most=math.inf)
+
+
+def _number(given: Any, name: str, where: str, *, at_most: float) -> float:
+    """A finite number from 0 to ``at_most``. Raises ConfigError."""
+    expected = "a finite number from 0" if math.isinf(at_most) else f"a number in [0, {at_most:g}]"
+    try:
+        number = float(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(explain(f"{name} is no number", where=where, got=repr(given), expected=expected)) from error
+    if not (math.isfinite(number) and 0.0 <= number <= at_most):
+        raise ConfigError(explain(f"{name} out of range", where=where, got=number, expected=expected))
+    return number
 
 
 def _without(proto: DataProto, columns: tuple[str, ...]) -> DataProto:

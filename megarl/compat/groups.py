@@ -9,7 +9,7 @@ from typing import Any
 from megarl.algo.schedules import learning_rate
 from megarl.cluster.calls import wait_all
 from megarl.cluster.train_group import TrainGroup, UpdateResult
-from megarl.compat.batch import PromptBatch, TrainerBatch, check_batch, numbered
+from megarl.compat.batch import Life, PromptBatch, TrainerBatch, check_batch, check_trainable, numbered
 from megarl.compat.functions import mean_kl
 from megarl.config.schema import Config
 from megarl.controller.context import Context
@@ -23,8 +23,8 @@ _SAMPLES = ("prompts", "responses")
 class ActorRolloutGroup:
     """The actor's processes and, in a trainer, the generation engines that draw with its weights."""
 
-    def __init__(self, config: Config, group: TrainGroup, run: Context | None = None):
-        self.config, self.group, self.run = config, group, run
+    def __init__(self, config: Config, group: TrainGroup, run: Context | None = None, life: Life | None = None):
+        self.config, self.group, self.run, self.life = config, group, run, life or Life()
 
     @property
     def world_size(self) -> int:
@@ -47,7 +47,7 @@ class ActorRolloutGroup:
         drawn = len(proto)
         if run.groups.rewards is not None:
             proto, scores = score_samples(run, proto, step, m)
-        batch = TrainerBatch(numbered(proto, step), run, step, drawn, scores)
+        batch = TrainerBatch(numbered(proto, step), run, step, drawn, scores, life=self.life)
         batch = batch.union(self.compute_log_prob(batch))
         m.add_log_prob_gap(self.group.compare_log_probs(batch.proto).result())
         run.step = step
@@ -55,6 +55,7 @@ class ActorRolloutGroup:
 
     def compute_log_prob(self, batch: TrainerBatch) -> TrainerBatch:
         """Column log_probs: of the responses' tokens under the actor as it is now."""
+        check_batch(batch, "compute_log_prob", self.run)
         return _forward(self.group, "actor", batch, {"log_probs": "log_probs"}, self.config, "log-probs")
 
     def update_actor(self, batch: TrainerBatch) -> dict[str, float]:
@@ -64,7 +65,8 @@ class ActorRolloutGroup:
             loss (pg_loss), pg_clipfrac, ppo_kl, entropy, grad_norm, lr; with a reference kl_divergence: mean over response tokens of
             log_probs - ref_log_probs of the policy that drew the samples, nats.
         """
-        check_batch(batch, "update_actor").require("advantages", "log_probs", by="update_actor")
+        check_batch(batch, "update_actor", self.run).require("advantages", "log_probs", by="update_actor")
+        check_trainable(batch, "update_actor")
         metrics = {}
         if self.config.algorithm.kl.where != "none":
             batch.require("ref_log_probs", by="update_actor (kl_divergence)")
@@ -81,6 +83,9 @@ class ActorRolloutGroup:
         if self.run is None:
             do = "build a RayPPOTrainer, which has data, engines and a reward function, and use its actor_rollout_wg"
             raise ConfigError(explain("this group stands alone and can't generate", where="generate_sequences", do=do))
+        if self.life.closed:
+            do = "make another RayPPOTrainer"
+            raise ConfigError(explain("the worker groups don't run", where="generate_sequences", got="the trainer is closed", do=do))
         if not isinstance(prompts, PromptBatch) or not len(prompts):
             got = "no prompts" if isinstance(prompts, PromptBatch) else type(prompts).__name__
             raise DataError(
@@ -95,8 +100,8 @@ class ActorRolloutGroup:
 class CriticGroup:
     """The critic's processes."""
 
-    def __init__(self, config: Config, group: TrainGroup):
-        self.config, self.group = config, group
+    def __init__(self, config: Config, group: TrainGroup, run: Context | None = None):
+        self.config, self.group, self.run = config, group, run
 
     @property
     def world_size(self) -> int:
@@ -105,6 +110,7 @@ class CriticGroup:
 
     def compute_values(self, batch: TrainerBatch) -> TrainerBatch:
         """Columns values (of the state before each response token) and last_values (after the last)."""
+        check_batch(batch, "compute_values", self.run)
         return _forward(self.group, "critic", batch, {"values": "values", "last_values": "last_values"}, self.config, "values")
 
     def update_critic(self, batch: TrainerBatch) -> dict[str, float]:
@@ -113,7 +119,8 @@ class CriticGroup:
         Returns:
             loss (vf_loss), vf_clipfrac, vpred_mean, grad_norm, lr, and vf_explained_var of the values that the advantages came from.
         """
-        check_batch(batch, "update_critic").require("values", "returns", by="update_critic")
+        check_batch(batch, "update_critic", self.run).require("values", "returns", by="update_critic")
+        check_trainable(batch, "update_critic")
         part = self.config.critic
         results = _learn(batch, "critic", critic_steps(self.group, batch.proto, part, batch.step, drawn=batch.drawn))
         metrics = {"loss": _mean(results, "vf_loss")} | _update_metrics("critic", results, learning_rate(part.optim, batch.step))
@@ -124,8 +131,8 @@ class CriticGroup:
 class RefPolicyGroup:
     """The frozen reference, in processes of its own or in the actor's."""
 
-    def __init__(self, config: Config, group: TrainGroup):
-        self.config, self.group = config, group
+    def __init__(self, config: Config, group: TrainGroup, run: Context | None = None):
+        self.config, self.group, self.run = config, group, run
 
     @property
     def world_size(self) -> int:
@@ -134,12 +141,13 @@ class RefPolicyGroup:
 
     def compute_ref_log_prob(self, batch: TrainerBatch) -> TrainerBatch:
         """Column ref_log_probs: of the responses' tokens under the reference."""
+        check_batch(batch, "compute_ref_log_prob", self.run)
         return _forward(self.group, "reference", batch, {"log_probs": "ref_log_probs"}, self.config, "reference log-probs")
 
 
 def _forward(group: TrainGroup, role: str, batch: TrainerBatch, renames: dict[str, str], config: Config, phase: str) -> TrainerBatch:
     """The columns that ``role`` computes of the batch's sequences, and no others; ``union`` merges them."""
-    check_batch(batch, phase).require(*_SAMPLES, by=phase)
+    batch.require(*_SAMPLES, by=phase)
     temperature = config.rollout.temperature
     found, _ = group.forward(role, batch.proto.select(_SAMPLES), renames, temperature=temperature, phase=phase).result()
     # A critic with a tokenizer of its own also leaves what it read, so that its update needn't read again.

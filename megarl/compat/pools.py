@@ -20,7 +20,7 @@ class RayResourcePool:
         use_gpu: True: each process has a GPU; False: none has; None: GPUs where the cluster has any.
 
     Raises:
-        ConfigError: no processes, or numbers that are no counts.
+        ConfigError: no processes, numbers that are no counts, or another use_gpu.
     """
 
     process_on_nodes: Sequence[int]
@@ -35,6 +35,9 @@ class RayResourcePool:
                     "a pool without processes", where="RayResourcePool.process_on_nodes", got=repr(counts), expected="as in [4] or [8, 8]"
                 )
             )
+        if self.use_gpu is not None and not isinstance(self.use_gpu, bool):
+            expected = "True, False or None"
+            raise ConfigError(explain("no yes or no", where="RayResourcePool.use_gpu", got=repr(self.use_gpu), expected=expected))
         object.__setattr__(self, "process_on_nodes", tuple(counts))
 
     @property

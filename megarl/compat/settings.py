@@ -46,7 +46,7 @@ class Roles:
 
     @property
     def pools(self) -> list[RayResourcePool]:
-        return [p for p in (self.actor_pool, self.critic_pool, self.reference_pool) if p]
+        return [p for p in (self.actor_pool, self.critic_pool, self.reference_pool) if p is not None]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,9 @@ def fill_layout(given: Any, pool: RayResourcePool, where: str) -> dict[str, Any]
 
 def check_pools(roles: Roles) -> None:
     """Every role has a pool, and shares it only with whom it can. Raises ConfigError."""
+    if roles.actor_pool is None:
+        do = "pass RayResourcePool(process_on_nodes=[1])"
+        raise ConfigError(explain("the actor has no pool", where="actor_rollout_resource_pool", got="None", do=do))
     for name, config, pool in (
         ("critic", roles.critic, roles.critic_pool),
         ("ref_policy", roles.reference, roles.reference_pool),

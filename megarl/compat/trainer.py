@@ -12,10 +12,9 @@ from typing import Any
 
 import ray
 
-from megarl.checkpoint.lock import RunLock
 from megarl.cluster.placement import start_cluster
 from megarl.cluster.worker import import_plugins
-from megarl.compat.batch import TrainDataloader
+from megarl.compat.batch import Life, TrainDataloader
 from megarl.compat.checks import check_devices, check_reference_vocabulary, check_roles, check_tokenizer
 from megarl.compat.groups import ActorRolloutGroup, CriticGroup, RefPolicyGroup
 from megarl.compat.pools import RayResourcePool
@@ -28,6 +27,7 @@ from megarl.controller.evaluate import Evaluation, evaluate
 from megarl.controller.prepare import Prepared, check_models, prepare
 from megarl.controller.roles import load_roles, start_groups
 from megarl.controller.run import check_nodes_for, new_context
+from megarl.controller.run_directory import check_run_directory, claimed
 from megarl.errors import ConfigError, DataError, explain
 
 Reward = str | Path | Callable[..., Any]
@@ -76,7 +76,7 @@ class RayPPOTrainer:
         pools = (actor_rollout_resource_pool, critic_resource_pool, ref_policy_resource_pool)
         self._roles = Roles(actor_rollout_config, critic_config, ref_policy_config, *pools)
         self._run: Context | None = None
-        self._closed = False
+        self._life = Life()
         self._scored = reward_fn is not None
         self._say = say
         self._temporary = Path(tempfile.mkdtemp(prefix="megarl-")) if run_dir is None else None
@@ -104,7 +104,8 @@ class RayPPOTrainer:
             return None
         for where, dataset in (("train_dataset", train), ("val_dataset", val)):
             check_tokenizer(dataset, config.model, where)
-        undo.enter_context(RunLock(self.paths.root))
+        check_run_directory(config, self.paths)  # before the lock puts a file into it
+        undo.enter_context(claimed(self.paths.root))
         return prepare(config, self.paths) if is_files(train) else prepare_samples(config, self.paths, train, val)
 
     # --- start and end -----------------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class RayPPOTrainer:
             ConfigError: called twice, or after close; PlacementError: too few slots.
             DataError: the trainer has no dataset.
         """
-        if self._run is not None or self._closed:
+        if self._run is not None or self._life.closed:
             got = "called a second time" if self._run else "the trainer is closed"
             raise ConfigError(explain("worker groups start once", where="init_worker_groups", got=got, do="make another RayPPOTrainer"))
         if self._prepared is None:
@@ -149,7 +150,7 @@ class RayPPOTrainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._closed, self._run = True, None
+        self._life.closed, self._run = True, None
         if error is not None and self._temporary is not None and any(self.paths.logs.glob("*")):
             self._say(f"what the workers said is kept in {self._temporary}")
             self._temporary = None
@@ -175,23 +176,23 @@ class RayPPOTrainer:
     def actor_rollout_wg(self) -> ActorRolloutGroup:
         """generate_sequences, compute_log_prob, update_actor."""
         run = self._started()
-        return ActorRolloutGroup(self.config, run.groups.actor, run)
+        return ActorRolloutGroup(self.config, run.groups.actor, run, self._life)
 
     @property
     def critic_wg(self) -> CriticGroup:
         """compute_values, update_critic."""
-        group = self._started().groups.critic
-        if group is None:
+        run = self._started()
+        if run.groups.critic is None:
             raise self._absent("critic", "critic_config and critic_resource_pool")
-        return CriticGroup(self.config, group)
+        return CriticGroup(self.config, run.groups.critic, run)
 
     @property
     def ref_policy_wg(self) -> RefPolicyGroup:
         """compute_ref_log_prob."""
-        groups = self._started().groups
+        run = self._started()
         if self.config.algorithm.kl.where == "none":
             raise self._absent("reference", "ref_policy_config and ref_policy_resource_pool")
-        return RefPolicyGroup(self.config, groups.reference or groups.actor)
+        return RefPolicyGroup(self.config, run.groups.reference or run.groups.actor, run)
 
     def evaluate(self) -> Evaluation:
         """Mean reward on the first ``data.val_prompts`` held-out prompts, with the actor's weights as they are now."""
@@ -215,8 +216,8 @@ class RayPPOTrainer:
 
     def _started(self) -> Context:
         if self._run is None:
-            do = "make another RayPPOTrainer" if self._closed else "call trainer.init_worker_groups() first"
-            got = "the trainer is closed" if self._closed else "no processes yet"
+            do = "make another RayPPOTrainer" if self._life.closed else "call trainer.init_worker_groups() first"
+            got = "the trainer is closed" if self._life.closed else "no processes yet"
             raise ConfigError(explain("the worker groups don't run", where="RayPPOTrainer", got=got, do=do))
         return self._run
 

@@ -135,6 +135,11 @@ def test_the_penalty_takes_effect_in_either_order(by_hand: RayPPOTrainer) -> Non
     assert late.penalty == early.penalty and late.penalty.coef == COEF and late.penalty.kl != 0.0
     assert (late.estimate.gamma, late.estimate.lam) == (0.9, 0.8)
     assert before.value == after.value != COEF, "the controller was told of the KL"
+    for update in (by_hand.critic_wg.update_critic, by_hand.actor_rollout_wg.update_actor):
+        for inert in (plain, plain.take([0, 1])):
+            with pytest.raises(DataError, match="afterwards(.|\n)*train on what apply_kl_penalty returned"):
+                update(inert)
+    assert by_hand.critic_wg.update_critic(late)["loss"] >= 0 and by_hand.critic_wg.update_critic(early)["loss"] >= 0
     raw = compute_advantage(batch=base, gamma=0.9, lam=0.8, whiten=False).to_local("advantages", "raw_advantages")
     assert same(raw["advantages"], raw["raw_advantages"])
     assert not same(without["advantages"], without["raw_advantages"])
@@ -163,7 +168,18 @@ def test_a_penalty_that_would_do_nothing_is_refused(by_hand: RayPPOTrainer) -> N
 
 def test_missing_columns_name_the_call_to_make(by_hand: RayPPOTrainer) -> None:
     base = scored(by_hand)
-    version = by_hand._started().version
+    run = by_hand._started()
+    version = run.version
+    theirs = compute_advantage(replace(base, run=replace(run)))
+    for call in (
+        by_hand.actor_rollout_wg.update_actor,
+        by_hand.actor_rollout_wg.compute_log_prob,
+        by_hand.critic_wg.update_critic,
+        by_hand.critic_wg.compute_values,
+        by_hand.ref_policy_wg.compute_ref_log_prob,
+    ):
+        with pytest.raises(DataError, match="samples of another trainer"):
+            call(theirs)
     for call, columns, said in (
         (by_hand.actor_rollout_wg.update_actor, ["log_probs", "ref_log_probs"], "call compute_advantage"),
         (by_hand.critic_wg.update_critic, ["values"], "call compute_advantage"),
@@ -257,11 +273,21 @@ def test_a_failure_half_way_stops_what_was_started(place: Path, cluster: None, t
         assert living_placements() == before
         (tmp_path / "aside").rename(tmp_path / "model" / "model.safetensors")
         made.init_worker_groups()
-        without_critic_and_reward(made)
+        drawn, actor = without_critic_and_reward(made), made.actor_rollout_wg
+    for late in (
+        drawn.to_local,
+        lambda: compute_advantage(drawn),
+        lambda: actor.update_actor(drawn),
+        lambda: actor.compute_log_prob(drawn),
+    ):
+        with pytest.raises(DataError, match="closed, and their columns are gone"):
+            late()
+    with pytest.raises(ConfigError, match="the trainer is closed"):
+        actor.generate_sequences(drawn)
     assert living_placements() == before
 
 
-def without_critic_and_reward(made: RayPPOTrainer) -> None:
+def without_critic_and_reward(made: RayPPOTrainer) -> TrainerBatch:
     with pytest.raises(ConfigError, match="has no critic(.|\n)*critic_resource_pool"):
         _ = made.critic_wg
     drawn = made.actor_rollout_wg.generate_sequences(next(iter(made.train_dataloader)))
@@ -277,6 +303,11 @@ def without_critic_and_reward(made: RayPPOTrainer) -> None:
     assert made.actor_rollout_wg.update_actor(batch)["loss"] != 0.0
     with pytest.raises(DataError, match="reward_fn=None|val_dataset=None"):
         made.evaluate()
+    with pytest.raises(DataError, match=r"apply_kl_penalty\)(.|\n)*2 samples of each prompt"):
+        apply_kl_penalty(compute_advantage(drawn.with_scores(np.arange(len(drawn)))).take([0, 2]), AdaptiveKLController())
+    halves = compute_advantage(drawn.with_scores(np.arange(len(drawn)))).take([0, 2])
+    assert np.isfinite(made.actor_rollout_wg.update_actor(halves)["loss"]), "advantages of the whole may be split"
+    return batch
 
 
 def test_one_pool_for_all_shares_devices(place: Path, cluster: None) -> None:

@@ -23,6 +23,12 @@ def test_a_pool_without_processes_is_refused(counts: Any) -> None:
         RayResourcePool(counts)
 
 
+@pytest.mark.parametrize("use_gpu", ["yes", 1, 0])
+def test_a_pool_has_gpus_or_not(use_gpu: Any) -> None:
+    with pytest.raises(ConfigError, match=r"use_gpu(.|\n)*True, False or None"):
+        RayResourcePool([1], use_gpu=use_gpu)
+
+
 def test_roles_take_their_arguments_late() -> None:
     described = RayClassWithInitArgs(ActorRolloutWorker, config={"model_name_or_path": "m"})
     assert described.role() == ActorRolloutWorker({"model_name_or_path": "m"})

@@ -144,3 +144,7 @@ def test_forms_of_a_reward_function() -> None:
     inner.__module__, inner.__qualname__ = "__main__", "inner"
     with pytest.raises(ConfigError, match="__main__.inner"):
         reward_keys(inner)
+
+
+def test_the_actor_has_a_pool() -> None:
+    assert "actor_rollout_resource_pool" in refused(actor_pool=None)

@@ -68,6 +68,22 @@ def test_a_refused_trainer_leaves_no_directory(place: Path, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_foreign_directory_stays_as_it_is(place: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    before = foreign.stat().st_mtime_ns
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    samples = RLHFDataset(str(place / "val.parquet"), tokenizer, max_prompt_length=16, max_response_length=8)
+    for data in (place / "train.parquet", samples):
+        message = refused(ConfigError, place, run_dir=foreign, train_dataset=data)
+        assert "no run of megarl" in message and "['notes.txt']" in message
+        assert [path.name for path in foreign.iterdir()] == ["notes.txt"] and foreign.stat().st_mtime_ns == before
+    assert (foreign / "notes.txt").read_text() == "mine"
+    refused(ConfigError, place, run_dir=tmp_path / "new", reward_fn=tmp_path / "nowhere.py")
+    assert not (tmp_path / "new").exists(), "a directory that the trainer made goes with its failure"
+
+
 def test_without_data_the_groups_are_not_started(place: Path) -> None:
     with (
         trainer(place, train_dataset=None) as made,
