@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import CheckpointError, explain
+from megarl.errors import CheckpointError, WorkerError, explain
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,28 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int):
         self.directory, self.keep = directory, keep
+
+    @contextmanager
+    def writing(self, step: int, roles: tuple[str, ...]) -> Iterator[Path]:
+        """:meth:`begin`, for a block that writes the roles and commits; where that fails nothing half-written is left to fill the disk.
+
+        Raises CheckpointError for an OSError, or a worker's failure, inside: with the place, the room left there, and the cause. Workers
+        wrap what they meet, and a full disk is then known by the room alone.
+        """
+        work = self.directory / f"writing_step_{step}"
+        try:
+            yield self.begin(step, roles)
+        except (OSError, WorkerError) as error:
+            free = _free_bytes(work)  # before the removal makes room
+            shutil.rmtree(work, ignore_errors=True)
+            raise CheckpointError(
+                explain(
+                    "a checkpoint could not be written; earlier ones are as they were",
+                    where=str(work),
+                    got=f"{free:,} bytes free there; {error}",
+                    do="make room (run.keep_checkpoints, other runs), or mend what is said above, and start the run again",
+                )
+            ) from error
 
     def begin(self, step: int, roles: tuple[str, ...]) -> Path:
         """Make an empty directory aside, with one sub-directory a role; what an earlier attempt left there is removed."""
@@ -125,6 +149,11 @@ class CheckpointStore:
 def _shortened(problems: list[str]) -> str:
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     return "; ".join(problems[:5]) + more
+
+
+def _free_bytes(path: Path) -> int:
+    """Of the file system on which ``path`` lies, or would lie."""
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 def _fsync(path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from megarl.config.checks import check_config
 from megarl.config.load import load_config
 from megarl.config.model_checks import check_model_files
-from megarl.config.model_sizes import check_model_sizes, model_directories
+from megarl.config.model_sizes import check_model_sizes, cuts_anything, model_directories
 from megarl.config.path_checks import check_writable
 from megarl.config.reward_checks import check_reward_source
 from megarl.config.schema import Config
-from megarl.errors import ModelError, explain
+from megarl.errors import ConfigError, ModelError, explain
 
 _FIRST_ROWS = 3
 
@@ -30,6 +30,12 @@ def validate(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
     check_writable(config.run.dir)
     hf_configs = {key: model_config(directory, key) for key, directory in model_directories(config).items()}
     check_model_sizes(config, hf_configs)
+    if cuts_anything(config):
+        from megarl.controller.layout_checks import check_cuts  # torch, a second; most recipes for one device go without
+
+        check_cuts(config, hf_configs)
+    if not config.data.train_files:
+        raise ConfigError(explain("no data files", where="data.train_files", got="[]", expected="a list of parquet files"))
     lines += [f"{key}: {directory}: {hf_configs[key]['model_type']}" for key, directory in model_directories(config).items()]
     for key, files in (
         ("data.train_files", config.data.train_files),

@@ -15,7 +15,9 @@ from megarl.config.schedule_checks import check_schedule
 from megarl.config.schema import ActorConfig, Config, CriticConfig
 from megarl.errors import ConfigError, explain
 
+# Of a list each item is one of these.
 CHOICES: dict[str, tuple[str, ...]] = {
+    "run.sinks": ("tensorboard", "wandb"),
     "data.truncation": ("error", "left", "right", "drop"),
     "actor.loss_aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "actor.dtype": ("float32", "bfloat16"),
@@ -49,7 +51,7 @@ _DECAY: Range = (lambda x: all(0 <= beta < 1 for beta in x), "each from 0 to bel
 _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data")
 
 RANGES: dict[str, Range] = {
-    "run.seed": _AT_LEAST_0,
+    "run.seed": (lambda x: 0 <= x < 2**32, "from 0 to 4294967295 = 2**32 - 1, as numpy, which vLLM seeds with it, takes"),
     "run.total_steps": _AT_LEAST_1,
     "run.save_every_steps": (lambda x: x >= -1, "-1 or more"),
     "run.keep_checkpoints": _AT_LEAST_1,
@@ -142,8 +144,10 @@ def value_of(section: Any, key: str) -> Any:
 def _check_choices(config: Config) -> None:
     open_names = {} if config.plugins else REGISTERED
     for key, choices in (CHOICES | open_names).items():
-        got = value_of(config, key)
-        if got not in choices:
+        value = value_of(config, key)
+        for got in value if isinstance(value, tuple) else (value,):
+            if got in choices:
+                continue
             near = nearest(got, choices)
             do = f"did you mean {near}?" if near else "choose one of them"
             raise ConfigError(explain(f"{key} has no such choice", got=got, expected=" | ".join(choices), do=do))

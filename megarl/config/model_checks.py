@@ -10,6 +10,7 @@ from typing import Any
 from megarl.errors import ModelError, explain
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # what PEFT writes
 _PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt")
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -54,6 +55,33 @@ def _check_files(root: Path) -> None:
                 )
             )
         check_safetensors(root / name)
+    _check_one_model(root)
+
+
+def _check_one_model(root: Path) -> None:
+    """Raise ModelError where readers could take the directory for different models."""
+    if adapters := [name for name in _ADAPTERS if (root / name).exists()]:
+        raise ModelError(
+            explain(
+                "an adapter beside the model, which would be left out",
+                where=str(root),
+                got=", ".join(adapters),
+                expected="whole weights alone",
+                do="merge it first (PeftModel's merge_and_unload, then save_pretrained), or remove its files to use the base",
+            )
+        )
+    if not ((root / INDEX).is_file() and (root / WEIGHTS).is_file()):
+        return
+    if (named := weight_files(root)) != [WEIGHTS]:  # transformers prefers the single file, megarl the index
+        raise ModelError(
+            explain(
+                "weights twice, and nothing says which are meant",
+                where=str(root),
+                got=f"{WEIGHTS}, and {INDEX}, which names {', '.join(named[:3])}{', ...' if named[3:] else ''}",
+                expected="one of the two",
+                do="remove one: the single file, or the index and its files",
+            )
+        )
 
 
 def weight_files(root: Path) -> list[str]:

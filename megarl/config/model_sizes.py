@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.config.sampling_checks import check_stop_ids
-from megarl.config.schema import Config
+from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ModelError, explain
 
 
@@ -16,6 +17,17 @@ def model_directories(config: Config) -> dict[str, str]:
     if config.algorithm.advantage_estimator == "gae":
         found["critic.model"] = config.critic.model or config.model
     return found
+
+
+def layout_of(config: Config, key: str) -> LayoutConfig:
+    """The layout of the role at ``key`` of :func:`model_directories`. The reference is cut as the actor is."""
+    return config.critic.layout if key == "critic.model" else config.actor.layout
+
+
+def cuts_anything(config: Config) -> bool:
+    """Whether any model of the recipe is spread over several ranks otherwise than as whole replicas."""
+    layouts = [replace(layout_of(config, key), data=1) for key in model_directories(config)]
+    return config.rollout.tensor_parallel > 1 or any(layout != LayoutConfig() for layout in layouts)
 
 
 def check_model_sizes(config: Config, hf_configs: Mapping[str, Mapping[str, Any]]) -> None:

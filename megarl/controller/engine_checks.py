@@ -19,17 +19,8 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def check_engine(config: Config, hf_config: Mapping[str, Any]) -> None:
     """The engine can take over and cut the actor, and its cache holds at least one sample. Raises ConfigError."""
-    sizes, ranks = model_family(hf_config).sizes(hf_config), config.rollout.tensor_parallel
-    if sizes.experts:
-        raise ConfigError(
-            explain(
-                "the weights of experts can't reach the engine yet",
-                where="model",
-                got=f"{hf_config['model_type']} with {sizes.experts} experts",
-                expected="a dense model as the actor (critic and reference may be mixtures of experts)",
-                do="use a dense model; the first version that reshards experts will lift this",
-            )
-        )
+    check_engine_cut(config, hf_config)
+    sizes = model_family(hf_config).sizes(hf_config)
     if config.cluster.address is None and not on_gpu() and sizes.head_dim not in _CPU_HEAD_SIZES:
         raise ConfigError(
             explain(
@@ -38,17 +29,6 @@ def check_engine(config: Config, hf_config: Mapping[str, Any]) -> None:
                 got=f"{sizes.head_dim} (head_dim, or hidden_size / num_attention_heads, of config.json)",
                 expected=", ".join(map(str, _CPU_HEAD_SIZES)),
                 do="use a model with such heads, or run it on a GPU",
-            )
-        )
-    heads, groups = sizes.heads, sizes.query_groups
-    if heads % ranks or max(groups, ranks) % min(groups, ranks):
-        raise ConfigError(
-            explain(
-                "the engine can't split the model's heads over its ranks",
-                where="rollout.tensor_parallel",
-                got=ranks,
-                expected=f"a divisor of {heads} (num_attention_heads), and a divisor or a multiple of {groups} (num_key_value_heads)",
-                do="choose another number of ranks, and more rollout.engines if devices are left over",
             )
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -61,5 +41,31 @@ def check_engine(config: Config, hf_config: Mapping[str, Any]) -> None:
                 got=config.rollout.kv_cache_mib,
                 expected=f"at least {ceil(needed / 2**20)}, for {longest} tokens (data.max_prompt_tokens + rollout.max_response_tokens)",
                 do="raise it (0: as much as rollout.max_concurrent_samples need), or shorten the samples",
+            )
+        )
+
+
+def check_engine_cut(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """The engine can take over the actor's weights and split its heads, on whatever machine. Raises ConfigError."""
+    sizes, ranks = model_family(hf_config).sizes(hf_config), config.rollout.tensor_parallel
+    if sizes.experts:
+        raise ConfigError(
+            explain(
+                "the weights of experts can't reach the engine yet",
+                where="model",
+                got=f"{hf_config['model_type']} with {sizes.experts} experts",
+                expected="a dense model as the actor (critic and reference may be mixtures of experts)",
+                do="use a dense model; the first version that reshards experts will lift this",
+            )
+        )
+    heads, groups = sizes.heads, sizes.query_groups
+    if heads % ranks or max(groups, ranks) % min(groups, ranks):
+        raise ConfigError(
+            explain(
+                "the engine can't split the model's heads over its ranks",
+                where="rollout.tensor_parallel",
+                got=ranks,
+                expected=f"a divisor of {heads} (num_attention_heads), and a divisor or a multiple of {groups} (num_key_value_heads)",
+                do="choose another number of ranks, and more rollout.engines if devices are left over",
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ import torch
 from megarl.config.model_checks import check_model_files
 from megarl.config.model_sizes import check_model_sizes, model_directories
 from megarl.config.reward_checks import parse_reward_file
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.schema import Config
 from megarl.controller.context import RunPaths
 from megarl.controller.critic_tokenizer import check_critic_tokenizer, critic_files, critic_notes
 from megarl.controller.engine_checks import check_engine
+from megarl.controller.layout_checks import check_cut, head_of, naming
 from megarl.controller.run_directory import check_run_directory, digests, publish, staging
 from megarl.controller.stop_tokens import stop_tokens
 from megarl.data.prompts import PreparedSummary, prepare_prompts
@@ -76,18 +77,14 @@ def check_models(config: Config) -> None:
     hf_configs = {}
     read: set[str] = set()  # most roles have one directory
     for key, directory in directories.items():
-        head, role = ("value", "critic") if key == "critic.model" else ("lm", "actor")
-        layout = config.critic.layout if role == "critic" else config.actor.layout
-        try:
+        with naming(config, key):
             check_model_files(directory)
             hf_configs[key] = read_hf_config(directory)
             model_family(hf_configs[key]).megatron_kwargs(hf_configs[key])
-            _check_shards(directory, hf_configs[key], _layout(layout), head)
-            check_tensors(directory, hf_configs[key], tensor_files(directory), head, read=directory not in read)
+            check_cut(config, key, hf_configs[key])
+            _check_shards(directory, hf_configs[key], head_of(key))
+            check_tensors(directory, hf_configs[key], tensor_files(directory), head_of(key), read=directory not in read)
             read.add(directory)
-        except ModelError as error:
-            cut = f"{role}.layout: " + ", ".join(f"{f.name} {getattr(layout, f.name)}" for f in fields(layout) if f.type == "int")
-            raise ModelError(f"{key} = {directory} ({cut}): {error}") from error
     check_critic_tokenizer(config, load_tokenizer)
     check_model_sizes(config, hf_configs)
     check_engine(config, hf_configs["model"])
@@ -167,15 +164,9 @@ def prepare_data(config: Config, tokenizer: PreTrainedTokenizerBase, target: Run
     return train, notes
 
 
-def _layout(layout: LayoutConfig) -> Layout:
-    return Layout(**{name: getattr(layout, name) for name in layout.__dataclass_fields__})
-
-
-def _check_shards(directory: str, hf_config: dict, layout: Layout, head: str) -> None:
-    """The layout can cut the model, and the directory holds each tensor in its shape; no weight is read."""
-    family = model_family(hf_config)
-    family.shard(hf_config, Rank(0, layout), head=head)
-    shards = family.shard(hf_config, Rank(0, Layout()), head=head)  # one rank that holds all
+def _check_shards(directory: str, hf_config: dict, head: str) -> None:
+    """The directory holds each tensor of the model in its shape; no weight is read."""
+    shards = model_family(hf_config).shard(hf_config, Rank(0, Layout()), head=head)  # one rank that holds all
     # Without elements to copy, loading is a check of names and shapes alone.
     empty = {name: replace(shard, shape=(0,), copies=()) for name, shard in shards.items()}
     load_into({name: torch.empty(0) for name in empty}, empty, directory)

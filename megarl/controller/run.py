@@ -181,9 +181,9 @@ def save(run: Context, store: CheckpointStore, metrics: dict[str, float]) -> flo
     began = time.monotonic()
     groups = run.groups
     roles = {"actor": groups.actor} | ({"critic": groups.critic} if groups.critic is not None else {})
-    work = store.begin(run.step, tuple(roles))
-    wait_all(*(group.save(role, str(work / role)) for role, group in roles.items()))
-    store.commit(work, run.step, run.state_dict() | {"metrics": metrics})
+    with store.writing(run.step, tuple(roles)) as work:
+        wait_all(*(group.save(role, str(work / role)) for role, group in roles.items()))
+        store.commit(work, run.step, run.state_dict() | {"metrics": metrics})
     return time.monotonic() - began
 
 

@@ -53,6 +53,13 @@ def is_oasst(columns: Collection[str]) -> bool:
     return set(COLUMNS) <= set(columns) and "reward_model" not in columns
 
 
+def missing_columns(columns: Collection[str]) -> tuple[str, ...]:
+    """What a file that is meant in this form, as its ids of messages show, lacks of it; empty for any other file."""
+    if not {"message_id", "parent_id"} & set(columns) or "reward_model" in columns:
+        return ()
+    return tuple(name for name in COLUMNS if name not in columns)
+
+
 def read_exchanges(rows: Iterable[Mapping[str, Any]], file: str, lang: str | None = None) -> Iterator[Exchange]:
     """The prompts of one file, in the order of their last messages' rows.
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.data.oasst import COLUMNS, DATA_SOURCE, OPTIONAL_COLUMNS, is_oasst, read_exchanges
+from megarl.data.oasst import COLUMNS, DATA_SOURCE, OPTIONAL_COLUMNS, is_oasst, missing_columns, read_exchanges
 from megarl.errors import ConfigError, DataError, explain
 
 ROWS_PER_READ = 1024
@@ -115,6 +115,17 @@ def _open(file: str, needed: tuple[str, ...]) -> pq.ParquetFile:
         raise _unreadable(file, error) from error
     found = parquet.schema_arrow.names
     missing = [] if is_oasst(found) else [name for name in needed if name not in found]
+    lacking = missing_columns(found)
+    if missing and lacking:
+        raise DataError(
+            explain(
+                f"missing columns of OpenAssistant's form: {', '.join(lacking)}",
+                where=file,
+                got=", ".join(found),
+                expected=f"{', '.join(COLUMNS)} (or verl's: {', '.join(needed)})",
+                do="rename the columns, or write the file anew with all of them",
+            )
+        )
     if missing:
         raise DataError(
             explain(

@@ -229,6 +229,8 @@ def _no_prompt(files: Sequence[str], lang: str | None) -> DataError:
     found: set[str] = set()
     for file in files:
         if "lang" in pq.read_schema(file).names:
-            found |= {str(value) for value in pq.read_table(file, columns=["lang"]).column("lang").unique().to_pylist()}
-    expected = ", ".join(sorted(found)) or "a file with a column lang"
-    return DataError(explain("no prompt in this language", where=", ".join(files), got=f"lang {lang!r}", expected=expected))
+            found |= set(pq.read_table(file, columns=["lang"]).column("lang").unique().to_pylist())
+    named = sorted(str(value) for value in found if value is not None)
+    expected = ", ".join(named) or ("rows that have one: lang is null in all of them" if found else "a file with a column lang")
+    do = "ask for a language that is there" if named else "leave lang out: nothing is selected then"
+    return DataError(explain("no prompt in this language", where=", ".join(files), got=f"lang {lang!r}", expected=expected, do=do))

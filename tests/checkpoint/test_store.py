@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.store import CheckpointStore
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, WorkerError
 
 
 def write(store: CheckpointStore, step: int) -> Path:
@@ -114,3 +114,31 @@ def test_a_step_committed_again_replaces_the_damaged_one(store: CheckpointStore)
     (write(store, 3) / "actor" / "weights").unlink()
     write(store, 3)
     assert store.scan() == (store.require(3), [])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), WorkerError("actor rank 0 raised CheckpointException")])
+def test_a_save_that_fails_says_how_much_room_there_is_and_leaves_nothing_half_written(store: CheckpointStore, error: Exception) -> None:
+    kept = write(store, 1)
+    with (
+        pytest.raises(CheckpointError, match=r"writing_step_2(.|\n)*[\d,]+ bytes free there") as said,
+        store.writing(2, ("actor",)) as work,
+    ):
+        (work / "actor" / "half").write_bytes(b"x")
+        raise error
+    assert str(error) in str(said.value) and said.value.__cause__ is error
+    assert list(store.directory.iterdir()) == [kept]
+
+
+def test_a_save_that_can_t_begin_says_so(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the directory should be")
+    with (
+        pytest.raises(CheckpointError, match="bytes free there; .*Not a directory"),
+        CheckpointStore(tmp_path / "checkpoints", 1).writing(1, ("a",)),
+    ):
+        pass
+
+
+def test_a_save_that_ends_well_is_a_checkpoint(store: CheckpointStore) -> None:
+    with store.writing(3, ("actor",)) as work:
+        store.commit(work, 3, {"step": 3})
+    assert store.newest().step == 3 and [path.name for path in store.directory.iterdir()] == ["step_3"]

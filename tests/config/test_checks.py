@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks import check_config
+from megarl.config.checks import CHOICES, check_config
 from megarl.config.load import load_config
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.observe.sinks import PACKAGES
 
 DEMO = "recipes/demo-cpu.yaml"
 SIZES = ("rollout.prompts_per_step=128", "actor.samples_per_mini_batch=64", "critic.samples_per_mini_batch=64")
@@ -108,6 +109,10 @@ COLOCATED = "cluster.placement=colocated critic.layout.pipeline=1 critic.layout.
         (COLOCATED + " rollout.tensor_parallel=2", "not supported yet"),
         (COLOCATED + " rollout.engines=1", "set it to 2, or set cluster.placement to separate"),
         ("run.save_every_steps=-2", "-1 or more"),
+        ("run.seed=4294967296", "from 0 to 4294967295"),
+        ("run.seed=-1", "from 0 to"),
+        ("run.sinks=[wandb,foo]", "tensorboard | wandb"),
+        ("run.sinks=[tensorbord]", "did you mean tensorboard?"),
         ("actor.optim.schedule=cosin", "did you mean cosine?"),
         ("actor.optim.schedule=cosine", "actor.optim.schedule_steps"),
         ("critic.optim.schedule=linear critic.optim.lr_warmup_steps=9 critic.optim.schedule_steps=9", "more than 9"),
@@ -137,6 +142,8 @@ def test_refusals(override: str, says: str) -> None:
         "rollout.stop_token_ids=[0,3] rollout.stop_tokens=[a,b]",
         "critic.optim.schedule=linear critic.optim.lr_warmup_steps=9 critic.optim.schedule_steps=10",
         "run.save_every_steps=-1",
+        "run.seed=4294967295",
+        "run.sinks=[wandb,tensorboard]",
     ],
 )
 def test_what_is_just_inside_passes(override: str) -> None:
@@ -170,3 +177,7 @@ def test_warnings(override: str, says: str) -> None:
 def test_grpo_says_nothing_of_a_critic() -> None:
     lines = check_config(demo("algorithm.advantage_estimator=grpo", "rollout.responses_per_prompt=4", "critic.samples_per_mini_batch=7"))
     assert [line.partition(":")[0] for line in lines] == ["actor"]
+
+
+def test_the_sinks_are_those_that_there_are() -> None:
+    assert set(CHOICES["run.sinks"]) == set(PACKAGES)

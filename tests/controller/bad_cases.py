@@ -72,6 +72,18 @@ def _index(missing: bool) -> None:
     Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def _weights_twice() -> None:
+    """Equal weights here; that they may differ is what the refusal is for."""
+    shard = "model-00001-of-00001.safetensors"
+    _index(False)
+    _swap("model/model.safetensors.index.json", '"model.safetensors"', f'"{shard}"')()
+    shutil.copy(WEIGHTS, f"model/{shard}")
+
+
+def _oasst_without_text() -> None:
+    write_rows([{"message_id": "a", "parent_id": None, "role": "prompter"}])
+
+
 def _sharded_without_index() -> None:
     Path(WEIGHTS).rename("model/model-00001-of-00001.safetensors")
 
@@ -223,7 +235,18 @@ CASES = (
     Case("samples beyond the positions", "rollout.max_response_tokens=60", 2, ("max_position_embeddings", "76")),
     Case("no sample in flight", "rollout.max_concurrent_samples=0", 2, ("rollout.max_concurrent_samples",)),
     Case("a cache too small", _long_samples, 2, ("rollout.kv_cache_mib", "at least 5"), 0),
-    Case("an engine that can't cut the heads", "rollout.tensor_parallel=3", 2, ("rollout.tensor_parallel", "num_attention_heads"), 0),
+    Case("an engine that can't cut the heads", "rollout.tensor_parallel=3", 2, ("rollout.tensor_parallel", "num_attention_heads")),
+    Case("layers that don't divide", "actor.layout.pipeline=3", 2, ("actor.layout", "pipeline 3", "num_hidden_layers")),
+    Case("a critic's layers that don't divide", "critic.layout.pipeline=3", 2, ("critic.layout", "pipeline 3", "num_hidden_layers")),
+    Case("a thousand thousand ranks", "actor.layout.tensor=1000000", 2, ("tensor 1000000", "num_attention_heads")),
+    Case("experts of a dense model", "actor.layout.expert=2 actor.layout.data=2", 2, ("expert 2", "without experts")),
+    Case("no data files", "data.train_files=[]", 2, ("no data files",)),
+    Case("an unknown sink", "run.sinks=[foo]", 2, ("run.sinks", "tensorboard | wandb")),
+    Case("a seed too large", "run.seed=18446744073709551616", 2, ("run.seed", "2**32 - 1")),
+    Case("an adapter's configuration", _file("model/adapter_config.json", "{}"), 2, ("adapter_config.json", "merge it")),
+    Case("an adapter's weights", lambda: shutil.copy(WEIGHTS, "model/adapter_model.safetensors"), 2, ("adapter_model", "merge it")),
+    Case("weights twice", _weights_twice, 2, ("model.safetensors.index.json", "model-00001-of-00001.safetensors", "remove one")),
+    Case("OpenAssistant's form without text", _oasst_without_text, 3, ("missing columns of OpenAssistant's form: text",)),
     Case("one response for grpo", "algorithm.advantage_estimator=grpo", 2, ("2 or more",)),
     Case("samples that don't divide", "rollout.prompts_per_step=5", 2, ("5 / 4 = 1.25",)),
     Case("run.dir below a file", "run.dir=reward.py/run", 2, ("run directory", "reward.py")),

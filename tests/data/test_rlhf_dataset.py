@@ -93,6 +93,18 @@ def test_a_sample_of_openassistants_form(tmp_path):
         RLHFDataset(path, tokenizer=TOKENIZER, lang="de")
 
 
+def test_a_language_where_none_is_said(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    rows = [row | {"lang": None} for row in OASST]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=r"'en'[\s\S]*lang is null in all of them[\s\S]*leave lang out"):
+        RLHFDataset(path, tokenizer=TOKENIZER, lang="en")
+    rows[0]["lang"] = "en"  # without a null among the languages that are named
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=r"expected: en\n"):
+        RLHFDataset(path, tokenizer=TOKENIZER, lang="de")
+
+
 def test_a_response_column_of_verls_form(tmp_path):
     path = write(tmp_path / "a.parquet", [row(1, response="w7 w8"), row(1, response=None)])
     assert [s["response_input_ids"] for s in RLHFDataset(path, tokenizer=TOKENIZER)] == [[12, 13, EOS], []]
