@@ -196,6 +196,7 @@ def test_numbers_out_of_range_are_refused_before_anything_is_computed() -> None:
                 compute_advantage(of_a_run(batch(4)), **{name: value})
 
 
+@pytest.mark.slow
 def test_batches_end_with_their_trainer() -> None:
     life = Life()
     whole = replace(of_a_run(batch(4)), life=life)

@@ -46,6 +46,7 @@ def test_a_trainer_is_checked_and_prepared_and_has_no_processes(place: Path, tmp
     trainer(place, run_dir=tmp_path / "run").close()  # the lock is free again
 
 
+@pytest.mark.slow
 def test_temporary_directories_go_unless_something_went_wrong(place: Path) -> None:
     with trainer(place) as made:
         directory = made.run_dir
@@ -134,6 +135,7 @@ def test_bad_samples_are_named(place: Path, sample: Any, said: str) -> None:
         trainer(place, train_dataset=[good, bad], overrides=SMALL)
 
 
+@pytest.mark.slow
 def test_another_vocabulary_of_the_same_size_is_refused(place: Path, other: Path) -> None:
     file = other / "tokenizer.json"
     parsed = json.loads(file.read_text())

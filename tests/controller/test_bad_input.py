@@ -30,7 +30,14 @@ FRESH = "run.dir=fresh"
 pytestmark = pytest.mark.usefixtures("spoilable")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+# Every third is a part of `make test-fast`.
+TABLE = [
+    pytest.param(case, id=case.name.replace(" ", "_"), marks=() if number % 3 == 0 else pytest.mark.slow)
+    for number, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("case", TABLE)
 def test_bad_input_is_refused_and_loses_nothing(case: Case, spoilable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Spoiled files meet a run that has begun; a spoiled recipe, a run directory that doesn't exist yet."""
     overrides = case.spoil.split() if isinstance(case.spoil, str) else []
@@ -54,6 +61,7 @@ def test_bad_input_is_refused_and_loses_nothing(case: Case, spoilable: Path, cap
 AT_EACH_STAGE = ("no model directory", "NaN in weights", "reward signature", "no template", "no end of sequence", "overlong", "null prompt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AT_EACH_STAGE)
 def test_a_new_run_is_not_left_half_made_and_the_mended_recipe_starts_there(name: str, spoilable: Path) -> None:
     case = next(case for case in CASES if case.name == name)

@@ -79,6 +79,7 @@ def start(place: Path, **changes: Any) -> tuple[str, ...]:
     return prepare(config, RunPaths(place / "run")).notes
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused_by_name_and_the_key_takes_it(place: Path) -> None:
     message = refused(place)
     assert f"vocabularies of {place / 'model'} and {place / 'llama'}: 33 and 281 tokens; " in message

@@ -52,6 +52,7 @@ texts = st.text(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(["bytes", "merged", "other"]), st.sampled_from(["bytes", "merged", "other", "composing", "crossing"]), texts, st.data()

@@ -139,6 +139,7 @@ def saved_untrained(rank: Rank, model_dir: Path, target: Path, distributed: bool
     return [step(engine, rank, s) for s in range(3, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
 def test_a_checkpoint_before_the_first_step_can_be_resumed(distributed: bool, model_dir: Path, tmp_path: Path) -> None:
     whole = run_ranks(Layout(data=2), saved_untrained, model_dir, tmp_path, distributed)[0]

@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 
 
-FAST = ("vpp2 dp2", "ep2")
+FAST = ("ep2 vpp2",)
 PARAMETERS = [pytest.param(*case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in LAYOUTS.items()]
 
 

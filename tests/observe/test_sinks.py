@@ -65,6 +65,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_each_step_once_and_again_after_a_resume(tmp_path: Path, name: str) -> None:
     log = MetricsLog(tmp_path)
