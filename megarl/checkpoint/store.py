@@ -41,8 +41,8 @@ class CheckpointStore:
     def writing(self, step: int, roles: tuple[str, ...]) -> Iterator[Path]:
         """:meth:`begin`, for a block that writes the roles and commits; where that fails nothing half-written is left to fill the disk.
 
-        Raises CheckpointError for an OSError, or a worker's failure, inside: with the place, the room left there, and the cause. Workers
-        wrap what they meet, and a full disk is then known by the room alone.
+        Raises CheckpointError for an OSError, and WorkerError for a worker's failure: with the place, the room left there, and the cause.
+        Workers wrap what they meet, and a full disk is then known by the room alone.
         """
         work = self.directory / f"writing_step_{step}"
         try:
@@ -50,7 +50,8 @@ class CheckpointStore:
         except (OSError, WorkerError) as error:
             free = _free_bytes(work)  # before the removal makes room
             shutil.rmtree(work, ignore_errors=True)
-            raise CheckpointError(
+            kind = CheckpointError if isinstance(error, OSError) else WorkerError  # a dead or silent worker stays one
+            raise kind(
                 explain(
                     "a checkpoint could not be written; earlier ones are as they were",
                     where=str(work),

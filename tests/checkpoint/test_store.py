@@ -120,12 +120,13 @@ def test_a_step_committed_again_replaces_the_damaged_one(store: CheckpointStore)
 def test_a_save_that_fails_says_how_much_room_there_is_and_leaves_nothing_half_written(store: CheckpointStore, error: Exception) -> None:
     kept = write(store, 1)
     with (
-        pytest.raises(CheckpointError, match=r"writing_step_2(.|\n)*[\d,]+ bytes free there") as said,
+        pytest.raises((CheckpointError, WorkerError), match=r"writing_step_2(.|\n)*[\d,]+ bytes free there") as said,
         store.writing(2, ("actor",)) as work,
     ):
         (work / "actor" / "half").write_bytes(b"x")
         raise error
     assert str(error) in str(said.value) and said.value.__cause__ is error
+    assert isinstance(said.value, WorkerError) == isinstance(error, WorkerError)
     assert list(store.directory.iterdir()) == [kept]
 
 
