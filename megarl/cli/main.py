@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megarl import __version__
+from megarl.cli.convert import add_convert
 from megarl.errors import EXIT_DONE, EXIT_INTERNAL, MegarlError
 
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_config(commands.add_parser("config", help="list, explain and show configuration keys"))
     _add_bench(commands.add_parser("bench", help="measure"))
+    add_convert(commands.add_parser("convert", help="Hugging Face directories to Megatron checkpoints and back; look into either"))
     return parser
 
 
@@ -89,6 +91,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--json", action="store_true", help="print JSON with every step's figures instead of tables")
     rl.add_argument("overrides", metavar="key=value", nargs="*", help="as for train")
     rl.set_defaults(run=_bench_rl)
+    convert = targets.add_parser("convert", help="time both conversions beside a plain read and write of the same files")
+    convert.add_argument("--gib", type=float, default=2.0, metavar="N", help="size of the model that is made for it, GiB (default 2)")
+    convert.add_argument("--rounds", type=int, default=2, metavar="N", help="how often each is measured, in turn (default 2)")
+    convert.add_argument("--dir", metavar="DIR", help="on which disk; a temporary directory below it is made and removed")
+    convert.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    convert.set_defaults(run=_bench_convert)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -158,6 +166,12 @@ def _bench_rl(args: argparse.Namespace) -> int:
     from megarl.controller.bench_rl import bench_rl
 
     return bench_rl(args.workload, args.warmup, args.steps, args.out, args.json, args.overrides)
+
+
+def _bench_convert(args: argparse.Namespace) -> int:
+    from megarl.controller.bench_convert import bench_convert
+
+    return bench_convert(args.gib, args.rounds, args.dir, args.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from megarl.observe.metric_names import AFTER_THE_STEP
 from megarl.observe.metrics import read_metrics
 from megarl.plan.limits import Workload, find_hardware, left_out, phase_bounds
 from megarl.weights.families import model_family, read_hf_config
-from megarl.weights.table import ModelSizes
+from megarl.weights.sizes import ModelSizes
 
 RECIPES = Path("recipes/bench")
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from megarl.config.model_checks import check_model_files
 from megarl.config.model_sizes import check_model_sizes, model_directories
@@ -24,10 +22,8 @@ from megarl.data.prompts import PreparedSummary, prepare_prompts
 from megarl.data.supervised import prepare_supervised
 from megarl.errors import DataError, ModelError, explain
 from megarl.rewards.pool import RewardPool
-from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_checks import check_tensors
-from megarl.weights.hf_io import load_into, tensor_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,10 +76,9 @@ def check_models(config: Config) -> None:
         with naming(config, key):
             check_model_files(directory)
             hf_configs[key] = read_hf_config(directory)
-            model_family(hf_configs[key]).megatron_kwargs(hf_configs[key])
+            model_family(hf_configs[key]).check_computed(hf_configs[key])
             check_cut(config, key, hf_configs[key])
-            _check_shards(directory, hf_configs[key], head_of(key))
-            check_tensors(directory, hf_configs[key], tensor_files(directory), head_of(key), read=directory not in read)
+            check_tensors(directory, hf_configs[key], head_of(key), read=directory not in read)
             read.add(directory)
     check_critic_tokenizer(config, load_tokenizer)
     check_model_sizes(config, hf_configs)
@@ -162,14 +157,6 @@ def prepare_data(config: Config, tokenizer: PreTrainedTokenizerBase, target: Run
         )
         notes.append(f"warm_start.train_files: {pairs} pairs")
     return train, notes
-
-
-def _check_shards(directory: str, hf_config: dict, head: str) -> None:
-    """The directory holds each tensor of the model in its shape; no weight is read."""
-    shards = model_family(hf_config).shard(hf_config, Rank(0, Layout()), head=head)  # one rank that holds all
-    # Without elements to copy, loading is a check of names and shapes alone.
-    empty = {name: replace(shard, shape=(0,), copies=()) for name, shard in shards.items()}
-    load_into({name: torch.empty(0) for name in empty}, empty, directory)
 
 
 def _describe(key: str, summary: PreparedSummary, truncation: str) -> str:

@@ -133,7 +133,7 @@ def needs_critic(config: Config) -> bool:
 
 def load_actor(groups: Groups, config: Config, model: str, *, lr: float | None = None) -> None:
     """Give the actor's group a fresh actor (new optimizer) from a Hugging Face directory."""
-    role = Role(head="lm", trainable=True, dtype=config.actor.dtype)
+    role = Role(head="lm", trainable=True, dtype=config.actor.dtype, longest=longest_sample(config))
     groups.actor.load("actor", model, role, optimizer_settings(config.actor.optim, lr), share=True).result()
 
 
@@ -142,14 +142,21 @@ def load_roles(groups: Groups, config: Config, model: str) -> None:
     load_actor(groups, config, model)
     calls = []
     if config.algorithm.kl.where != "none":
-        role = Role(head="lm", trainable=False, dtype=config.actor.dtype)
+        role = Role(head="lm", trainable=False, dtype=config.actor.dtype, longest=longest_sample(config))
         calls.append((groups.reference or groups.actor).load("reference", config.reference or model, role))
     if groups.critic is not None:
-        role = Role(head="value", trainable=True, dtype=config.critic.dtype)
+        role = Role(
+            head="value", trainable=True, dtype=config.critic.dtype, longest=None if config.critic.retokenize else longest_sample(config)
+        )
         directory, settings = config.critic.model or model, optimizer_settings(config.critic.optim)
         text_of = config.model if config.critic.retokenize else None
         calls.append(groups.critic.load("critic", directory, role, settings, text_of=text_of))
     wait_all(*calls)
+
+
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest prompt and response: the length that the engine is built for, too."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def optimizer_settings(optim: OptimConfig, lr: float | None = None) -> OptimizerSettings:

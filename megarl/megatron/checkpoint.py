@@ -17,15 +17,25 @@ from megarl.errors import CheckpointError, explain
 from megarl.megatron.cpu import on_compute_device
 from megarl.megatron.engine import Engine
 from megarl.megatron.model import unwrap
+from megarl.weights.checkpoint_keys import key_within
+from megarl.weights.families import model_family
+from megarl.weights.model_record import ModelRecord
+from megarl.weights.table import chunk_prefix
 
+_EXTRA = "_extra_state"
 # The default of the distributed optimizer ("fully_sharded_model_space") fails on megatron-core 0.16.1 without Transformer Engine.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
 def save_engine(engine: Engine, directory: Path) -> None:
-    """Write weights and, where the engine is trained, optimizer state into ``directory``, which exists and is empty. Collective."""
+    """Write weights and, where the engine is trained, optimizer state into ``directory``, which exists and is empty. Collective.
+
+    ``model.json`` beside them says which model it is, for the converter.
+    """
     with on_compute_device():
         dist_checkpointing.save(_sharded_state(engine, loading=False), str(directory), content_metadata=_METADATA)
+    if engine.rank.index == 0:
+        ModelRecord(engine.hf_config, engine.role.head, engine.role.dtype).write(directory)
 
 
 def load_engine(engine: Engine, directory: Path) -> None:
@@ -83,16 +93,40 @@ def reads_common_state_inside() -> bool:
 
 
 def _sharded_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(engine.chunks)}
+    state: dict[str, Any] = {f"model{i}": _sharded_chunk(engine, i) for i in range(len(engine.chunks))}
     if engine.optimizer is not None:
         state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=_METADATA)
     return state
 
 
+def _sharded_chunk(engine: Engine, index: int) -> dict[str, Any]:
+    """One chunk's tensors under keys that are the same for both layer specs, so that each loads what the other wrote.
+
+    Without Transformer Engine's extra state: it is the history of FP8 scaling, and nothing here computes in FP8.
+    """
+    sharded = unwrap(engine.chunks[index]).sharded_state_dict()
+    state = {name: value for name, value in sharded.items() if _EXTRA not in name}
+    if engine.spec == "local":
+        prefix = chunk_prefix(engine.rank.layout, index)
+        for name, te_name in _te_names(engine).items():
+            if name.startswith(prefix) and (value := state.get(name.removeprefix(prefix))) is not None:
+                value.key = key_within(value.key, te_name.removeprefix(prefix))
+    return state
+
+
+def _te_names(engine: Engine) -> dict[str, str]:
+    """Parameter of the local spec -> the same one of Transformer Engine's."""
+    family = model_family(engine.hf_config)
+    te = family.shard(engine.hf_config, engine.rank, head=engine.role.head, spec="te")
+    return dict(zip(engine.shards, te, strict=True))
+
+
 @torch.no_grad()
 def _copy_in_place(model: torch.nn.Module, state: dict[str, Any]) -> None:
     # In place, since generation engines hold the parameters' memory open.
-    model.load_state_dict(state, strict=True)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if unexpected or any(_EXTRA not in name for name in missing):
+        raise CheckpointError(explain("the checkpoint is of another model", got=f"without {missing}, with {unexpected}"))
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:

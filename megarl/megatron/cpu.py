@@ -68,6 +68,7 @@ def install() -> None:
     """Make megatron-core usable on a CPU; call once per process, before building a model. No-op where CUDA exists."""
     global _installed  # noqa: PLW0603 - the patched names are global to the process as well
     _name_missing_gemm()
+    _name_missing_layers()
     if on_gpu() or _installed:
         return
     _installed = True
@@ -123,6 +124,14 @@ def _name_missing_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _name_missing_layers() -> None:
+    """Latent attention asks whether its layers are Transformer Engine's, for which 0.16 has stand-ins where that isn't installed."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def _split_sizes_on_the_cpu() -> None:

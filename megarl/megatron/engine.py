@@ -116,13 +116,17 @@ class Engine:
     def config(self) -> Any:
         return unwrap(self.chunks[0]).config
 
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters under Megatron's local names, with the model chunk before them where there are several."""
-        return {
-            chunk_prefix(self.rank.layout, i) + name: parameter
-            for i, chunk in enumerate(self.chunks)
-            for name, parameter in unwrap(chunk).named_parameters()
-        }
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under Megatron's local names, with the model chunk before them where there are several.
+
+        The bias of a router is among them, which Megatron keeps as a buffer: the table names it, and no gradient reaches it.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for i, chunk in enumerate(self.chunks):
+            model, prefix = unwrap(chunk), chunk_prefix(self.rank.layout, i)
+            found |= {prefix + name: parameter for name, parameter in model.named_parameters()}
+            found |= {prefix + name: buffer for name, buffer in model.named_buffers() if prefix + name in self.shards}
+        return found
 
     @torch.no_grad()
     def forward(

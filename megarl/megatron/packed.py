@@ -9,9 +9,10 @@ Under context parallelism each sequence is filled up to a multiple of 2 x ranks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class Rectangle:
     queries: torch.Tensor  # [b, s] int64, rows of this rank's tokens
     real: torch.Tensor  # [b, s] bool; the others fill the rectangle up
     keys: torch.Tensor  # [b, t] int64, rows of the keys, which all context-parallel ranks laid end to end
-    mask: torch.Tensor | None  # [b, 1, s, t] bool, True where a query sees a key; None: the same causal triangle for all
+    mask: torch.Tensor | None  # [b or 1, 1, s, t] bool, True where a query sees a key; None: the same causal triangle for all
 
 
 @dataclass
@@ -44,24 +45,44 @@ class PackedSequences(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()  # over all context-parallel ranks, filled up
     context: ContextRank = ContextRank()
+    computed: dict[Any, Any] = field(default_factory=dict)  # what a layer computes once a micro-batch, for those after it
 
     @cached_property
-    def rectangles(self) -> list[Rectangle]:
-        """All sequences, by lengths of one multiple of 16: at most 15 positions of each are filled up, behind what a query sees."""
+    def positions(self) -> torch.Tensor:
+        """[T] int64: place of each token of this rank in its sequence, from 0."""
+        return self._tensor(np.concatenate([held_positions(length, self.context) for length in self.lengths]))
+
+    def rectangles(self, window: int | None = None) -> list[Rectangle]:
+        """All sequences, by lengths of one multiple of 16: at most 15 positions of each are filled up, behind what a query sees.
+
+        ``window``: a query sees that many of the newest tokens, its own among them; None: all before it.
+        """
+        if window is not None and window >= max(self.lengths):
+            window = None
+        key = ("rectangles", window)
+        if key not in self.computed:
+            self.computed[key] = self._rectangles(window)
+        return self.computed[key]
+
+    def _rectangles(self, window: int | None) -> list[Rectangle]:
         buckets: dict[int, list[int]] = {}
         for i, length in enumerate(self.lengths):
             if length:
                 buckets.setdefault(-(-length // 16), []).append(i)
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         make = self._causal if self.context.size == 1 else self._masked
-        return [make(np.array([self.lengths[i] for i in rows]), offsets[rows]) for rows in buckets.values()]
+        return [make(np.array([self.lengths[i] for i in rows]), offsets[rows], window) for rows in buckets.values()]
 
-    def _causal(self, lengths: np.ndarray, starts: np.ndarray) -> Rectangle:
+    def _causal(self, lengths: np.ndarray, starts: np.ndarray, window: int | None) -> Rectangle:
         index, real = _rows(lengths, starts)
         queries = self._tensor(index)
-        return Rectangle(queries, self._tensor(real), queries, None)
+        longest = int(lengths.max())
+        if window is None or window >= longest:  # the triangle alone, for which kernels are faster than for a mask
+            return Rectangle(queries, self._tensor(real), queries, None)
+        band = _sees(np.arange(longest), longest, window)[None, None]
+        return Rectangle(queries, self._tensor(real), queries, self._tensor(band))
 
-    def _masked(self, lengths: np.ndarray, starts: np.ndarray) -> Rectangle:
+    def _masked(self, lengths: np.ndarray, starts: np.ndarray, window: int | None) -> Rectangle:
         """This rank's queries of each sequence are two runs of it, and see other keys than their neighbours in the rectangle do."""
         size = self.context.size
         queries, real = _rows(lengths // size, starts // size)
@@ -70,7 +91,7 @@ class PackedSequences(PackedSeqParams):
         place = np.zeros(queries.shape, dtype=np.int64)  # of each query in its sequence
         for row, positions in zip(place, own, strict=True):
             row[: len(positions)] = positions
-        mask = (place[:, :, None] >= np.arange(keys.shape[1])) & key_real[:, None, :]
+        mask = _sees(place, keys.shape[1], window) & key_real[:, None, :]
         return Rectangle(self._tensor(queries), self._tensor(real), self._tensor(self._gathered[keys]), self._tensor(mask[:, None]))
 
     @cached_property
@@ -206,6 +227,12 @@ def _rows(lengths: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     steps = np.arange(lengths.max())
     real = steps[None, :] < lengths[:, None]
     return starts[:, None] + np.where(real, steps[None, :], 0), real
+
+
+def _sees(places: np.ndarray, keys: int, window: int | None) -> np.ndarray:
+    """[..., s] places of queries -> [..., s, keys] bool: which of the keys at 0, 1, ... each of them sees."""
+    behind = places[..., None] - np.arange(keys)
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def _sequences(lengths: tuple[int, ...], context: ContextRank, device: torch.device) -> PackedSequences:

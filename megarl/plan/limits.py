@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.weights.table import ModelSizes
+from megarl.weights.sizes import ModelSizes
 
 BYTES = 2  # of a bfloat16
 TRAIN_FORWARDS = 3  # a training pass costs a forward pass, and twice as much again backward

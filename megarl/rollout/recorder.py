@@ -35,7 +35,8 @@ def record_loader(vllm_config: Any, hf_tensors: Mapping[str, tuple[int, ...]]) -
         vllm_config: the worker's ``VllmConfig``.
         hf_tensors: name -> shape of every tensor of the Hugging Face model.
 
-    Raises SyncError naming the parameter when a tensor isn't copied box by box, or when a parameter isn't covered exactly once.
+    Raises SyncError naming the parameter when a tensor isn't copied box by box, or when a parameter isn't covered exactly once; and for
+    a model that this vLLM doesn't have itself.
     """
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -45,12 +46,28 @@ def record_loader(vllm_config: Any, hf_tensors: Mapping[str, tuple[int, ...]]) -
         model = initialize_model(vllm_config=_with_own_layer_registry(vllm_config))
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in hf_tensors.items()}
     parameters = dict(model.named_parameters())
+    _check_own_model(model, vllm_config.model_config.architecture)
     mode = _CopyRecorder(tensors, parameters)
     with torch.no_grad(), mode:
         model.load_weights(iter(tensors.items()))
     recording = LoaderRecording(tuple(merge(mode.copies)), tuple(mode.fills))
     _check_complete(recording, parameters)
     return recording
+
+
+def _check_own_model(model: torch.nn.Module, architecture: str) -> None:
+    """vLLM runs what it has no model for through transformers' code, whose weights are not laid out by loaders that can be recorded."""
+    here = sorted(name for name, parameter in model.named_parameters() if not parameter.is_meta)
+    if here:
+        raise SyncError(
+            explain(
+                "this vLLM has no model of its own for the actor's family, so that its weights can't be kept up to date",
+                where=architecture,
+                got=f"{type(model).__module__}.{type(model).__name__}; {len(here)} parameters outside its loader, as {here[0]}",
+                expected="a model of vLLM's own",
+                do="use another version of vLLM, or an actor of another family; as critic or reference this one works",
+            )
+        )
 
 
 def _with_own_layer_registry(vllm_config: Any) -> Any:

@@ -35,7 +35,11 @@ _COMPANIONS = (
     "LICENSE*",
 )
 
+# Where transformers' name doesn't follow from the language model's: Gemma3ForSequenceClassification sees images too.
+_CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
+
 Shapes = Mapping[str, tuple[int, ...]]
+Dtypes = Mapping[str, torch.dtype]
 
 
 class HfExport:
@@ -64,8 +68,9 @@ class HfExport:
 
         No file exceeds ``shard_bytes`` unless one tensor does.
 
-        A value head is written as ``score.weight`` [1, hidden] of the family's ``...ForSequenceClassification`` with one label, and
-        ``lm_head`` isn't. Raises CheckpointError when the directory exists, or when the ranks' parts don't cover every element once.
+        Tensors that the family keeps in float32 stay so whatever ``dtype``. A value head is written as ``score.weight`` [1, hidden] of
+        the family's ``...ForSequenceClassification`` with one label, and ``lm_head`` isn't. Raises CheckpointError when the directory
+        exists, or when the ranks' parts don't cover every element once.
         """
         directory = Path(directory)
         family = model_family(hf_config)
@@ -78,14 +83,16 @@ class HfExport:
             raise CheckpointError(
                 explain("the directory to export into exists already", where=str(directory), do="name a new one")
             ) from error
-        files = _split(shapes, dtype, shard_bytes)
+        kept = family.float32_tensors(hf_config)
+        dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
+        files = _split(shapes, dtypes, shard_bytes)
         for file, tensors in files.items():
-            _lay_out(directory / file, tensors, dtype)
+            _lay_out(directory / file, tensors, dtypes)
         if len(files) > 1:
             weight_map = {name: file for file, tensors in files.items() for name in tensors}
-            total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
+            total = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
             _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(directory / _CONFIG, _export_config(hf_config, dtype, head))
+        _write_json(directory / _CONFIG, export_config(hf_config, dtype, head))
         return cls.open(directory)
 
     @classmethod
@@ -174,9 +181,10 @@ def check_coverage(shapes: Shapes, ranks: list[tuple[Rank, dict[str, ParameterSh
             )
 
 
-def _export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
+def export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
     """The model's ``config.json`` with the head and the dtype of the export."""
-    config = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
+    # Weights that came quantized are written as plain numbers.
+    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "quantization_config")}
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
         causal = (config.get("architectures") or [""])[0]
@@ -189,17 +197,17 @@ def _export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
                     expected="...ForCausalLM",
                 )
             )
-        config["architectures"] = [causal.replace("ForCausalLM", "ForSequenceClassification")]
+        config["architectures"] = [_CLASSIFIERS.get(causal, causal.replace("ForCausalLM", "ForSequenceClassification"))]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return config
 
 
-def _split(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[str, Shapes]:
+def _split(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, Shapes]:
     """File name -> its tensors, in order, under the names that transformers gives."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in shapes.items():
-        size = prod(shape) * dtype.itemsize
+        size = prod(shape) * dtypes[name].itemsize
         if groups[-1] and used + size > shard_bytes:
             groups.append({})
             used = 0
@@ -210,13 +218,13 @@ def _split(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[str, Sh
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def _lay_out(path: Path, tensors: Shapes, dtype: torch.dtype) -> None:
+def _lay_out(path: Path, tensors: Shapes, dtypes: Dtypes) -> None:
     """A safetensors file of full size whose numbers are all zero (https://github.com/huggingface/safetensors, "Format")."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
-        begin, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": _CODES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data begins aligned
     with open(path, "xb") as file:

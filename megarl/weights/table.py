@@ -7,52 +7,28 @@ backward, and resharding joins two of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.errors import ModelError, explain
 from megarl.types import Layout, Rank
-from megarl.weights.regions import Copy, Region, cut_target, whole
-
-# Rows of embedding and output layer per tensor-parallel rank are a multiple of this: 16 bf16 numbers are the 32 bytes
-# that tensor cores want aligned, and a tiny vocabulary isn't doubled by it.
-VOCABULARY_MULTIPLE = 16
+from megarl.weights.architecture import Architecture
+from megarl.weights.ops import Op, divides
+from megarl.weights.regions import Copy, Region, box_shape, cut_target, whole
+from megarl.weights.sizes import ModelSizes
+from megarl.weights.stages import deal_layers
 
 FIRST, LAYER, LAST = "first stage", "each layer", "last stage"
 
 
-def padded_vocab_size(vocab: int, tensor: int) -> int:
-    """Rows of embedding and output layer over all ``tensor`` ranks: ``vocab`` rounded up to a multiple of 16 per rank."""
-    multiple = tensor * VOCABULARY_MULTIPLE
-    return -(-vocab // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The numbers of one model, in elements."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    query_groups: int  # key/value heads
-    head_dim: int
-    vocab: int
-    tied: bool  # output layer = embedding
-    experts: int = 0  # of each mixture layer; 0: a dense model
-    expert_ffn: int = 0  # of one expert
-
-    def of(self, symbol: str) -> int:
-        """The length behind a symbol of the table: hidden, ffn, vocab, q, kv, head, experts, expert_ffn, one."""
-        lengths = {"hidden": self.hidden, "ffn": self.ffn, "vocab": self.vocab, "one": 1, "head": self.head_dim}
-        lengths |= {"q": self.heads * self.head_dim, "kv": self.query_groups * self.head_dim}
-        lengths |= {"experts": self.experts, "expert_ffn": self.expert_ffn}
-        return lengths[symbol]
-
-
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor of the table: its name with ``{layer}`` (and ``{expert}``) and the symbols of its shape."""
+    """A Hugging Face tensor of the table: its name with ``{layer}`` (and ``{expert}``) and the symbols of its shape.
+
+    A first dimension that is a sum, as "q+kv+kv", says that the tensor is that many tensors, fused along it.
+    """
 
     name: str
     dims: tuple[str, ...]
@@ -61,17 +37,15 @@ class HfTensor:
         """All of the tensor in decoder layer ``layer``, for its expert ``expert``; both are counted over the whole model."""
         return Region(self.name.format(layer=layer, expert=expert), whole([sizes.of(dim) for dim in self.dims]))
 
-
-@dataclass(frozen=True)
-class Whole:
-    """One parameter with the shards of all tensor-parallel ranks laid end to end: its shape and where its elements come from."""
-
-    shape: tuple[int, ...]
-    copies: tuple[Copy, ...]
-
-
-# (whole Hugging Face tensors, sizes, tensor-parallel ranks) -> where they lie in the Megatron parameter
-Op = Callable[[tuple[Region, ...], ModelSizes, int], Whole]
+    def parts(self, sizes: ModelSizes, layer: int | None = None, expert: int | None = None) -> list[Region]:
+        """The tensors that are fused in it, in order; it alone where none are."""
+        name, box = self.region(sizes, layer, expert)
+        found, start = [], 0
+        for symbol in self.dims[0].split("+"):
+            stop = start + sizes.of(symbol)
+            found.append(Region(name, ((start, stop), *box[1:])))
+            start = stop
+        return found
 
 
 @dataclass(frozen=True)
@@ -84,9 +58,13 @@ class Row:
     tensor_axis: int | None  # dimension cut by tensor parallelism; None: every rank holds all of it
     place: str = LAYER
     te: str | None = None  # name under the Transformer Engine spec, where it differs
+    te_whole: bool = False  # under the Transformer Engine spec every rank holds all of it
     duplicate: bool = False  # a second copy of what another stage owns
     optional: bool = False  # absent from a language model's directory
     expert: bool = False  # one of the experts of a mixture, cut by expert parallelism
+    float32: bool = False  # kept in float32 whatever the model's dtype
+    # The form in which some directories have all of ``hf`` in one tensor: experts along the first dimension, ``hf`` along the next.
+    stacked: HfTensor | None = None
 
     def name(self, spec: str, local_layer: int | None = None, local_expert: int | None = None) -> str:
         """The parameter's name in ``model.named_parameters()`` of its model chunk."""
@@ -105,6 +83,7 @@ class ParameterShard:
     duplicate: bool = False  # tied output layer of the last pipeline stage: the embedding once more
     optional: bool = False  # value head: a language model's directory has no such tensor
     expert: bool = False  # cut over the ranks of a stage by ``expert`` and ``expert_tensor``, not by ``tensor``
+    float32: bool = False  # kept in float32 whatever the model's dtype
 
     def owned_by(self, rank: Rank) -> bool:
         """Whether ``rank``'s copy, of all replicas, is the one that an export writes."""
@@ -113,122 +92,94 @@ class ParameterShard:
         return first_replica and first_holder and not self.duplicate
 
 
-def copy_op(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
-    """The parameter is the tensor."""
-    (source,) = tensors
-    return Whole(tuple(stop for _, stop in source.box), (Copy(source, Region("", source.box)),))
-
-
-def pad_vocabulary(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
-    """The tensor, then zero rows up to :func:`padded_vocab_size`; those have no Hugging Face counterpart."""
-    (source,) = tensors
-    shape = (padded_vocab_size(sizes.vocab, tensor), *(stop for _, stop in source.box[1:]))
-    return Whole(shape, (Copy(source, Region("", source.box)),))
-
-
-def gate_up(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
-    """``linear_fc1`` of a gated MLP: each rank's rows are [its rows of gate; its rows of up]."""
-    _divides("the intermediate size", tensors[0].box[0][1], tensor)
-    return _interleave(tensors, blocks=tensor)
-
-
-def qkv_by_group(tensors: tuple[Region, ...], sizes: ModelSizes, tensor: int) -> Whole:
-    """``linear_qkv``: for each key/value head in turn, rows of its query heads, of its key, of its value.
-
-    Holds for the weight [rows, hidden] and the bias [rows]. See megatron-core, ``SelfAttention.get_query_key_value_tensors``.
-    """
-    _divides("num_attention_heads", sizes.heads, sizes.query_groups)
-    _divides("num_key_value_heads", sizes.query_groups, tensor)
-    return _interleave(tensors, blocks=sizes.query_groups)
-
-
-def _interleave(tensors: tuple[Region, ...], blocks: int) -> Whole:
-    """Cut each tensor into ``blocks`` of rows; lay down block 0 of each, then block 1 of each, and so on."""
-    copies: list[Copy] = []
-    row = 0
-    for block in range(blocks):
-        for name, box in tensors:
-            rows = box[0][1] // blocks
-            source = ((block * rows, (block + 1) * rows), *box[1:])
-            copies.append(Copy(Region(name, source), Region("", ((row, row + rows), *box[1:]))))
-            row += rows
-    return Whole((row, *(stop for _, stop in tensors[0].box[1:])), tuple(copies))
-
-
-_HOW_TO_DIVIDE = {
-    "num_hidden_layers": "use a number of pipeline stages (times model chunks of each) that divides it",
-    "num_experts": "use a number of expert-parallel ranks that divides it",
-}
-
-
-def _divides(key: str, size: int, parts: int) -> None:
-    if size % parts:
-        raise ModelError(
-            explain(
-                f"`{key}` can't be split evenly",
-                got=f"{key} = {size}, to be split into {parts}",
-                expected=f"a multiple of {parts}",
-                do=_HOW_TO_DIVIDE.get(key, "use fewer tensor-parallel ranks"),
-            )
-        )
-
-
-def shard_row(row: Row, sizes: ModelSizes, rank: Rank, layer: int | None = None, expert: int | None = None) -> ParameterShard:
+def shard_row(row: Row, sizes: ModelSizes, rank: Rank, spec: str, layer: int | None = None, expert: int | None = None) -> ParameterShard:
     """What one rank holds of one row; ``layer`` and ``expert`` are counted over the whole model."""
     parts, place = (rank.layout.expert_tensor, rank.expert_tensor) if row.expert else (rank.layout.tensor, rank.tensor)
-    tensors = tuple(t.region(sizes, layer, expert) for t in row.hf)
-    full = row.op(tensors, sizes, parts)
+    axis = None if spec == "te" and row.te_whole else row.tensor_axis
+    full = row.op(tuple(part for t in row.hf for part in t.parts(sizes, layer, expert)), sizes, parts)
     box = list(whole(full.shape))
-    if row.tensor_axis is not None:
-        length = full.shape[row.tensor_axis]
-        _divides(f"dimension {row.tensor_axis} of {row.megatron}", length, parts)
-        per_rank = length // parts
-        box[row.tensor_axis] = (place * per_rank, (place + 1) * per_rank)
+    if axis is not None:
+        divides(f"dimension {axis} of {row.megatron}", full.shape[axis], parts)
+        per_rank = full.shape[axis] // parts
+        box[axis] = (place * per_rank, (place + 1) * per_rank)
     return ParameterShard(
-        shape=tuple(stop - start for start, stop in box),
+        shape=box_shape(tuple(box)),
         copies=tuple(cut_target(full.copies, "", tuple(box))),
-        replicated_over_tp=row.tensor_axis is None,
-        hf_tensors=tensors,
+        replicated_over_tp=axis is None,
+        hf_tensors=tuple(t.region(sizes, layer, expert) for t in row.hf),
         duplicate=row.duplicate,
         optional=row.optional,
         expert=row.expert,
+        float32=row.float32,
     )
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model family: how to read its ``config.json`` and its rows."""
+class Table:
+    """All rows of one model."""
 
-    model_type: str
-    sizes: Callable[[Mapping], ModelSizes]  # raises ModelError naming a key that Megatron can't represent
-    megatron_kwargs: Callable[[Mapping], dict[str, dict]]  # {"transformer": TransformerConfig's, "model": GPTModel's}
-    layer_rows: tuple[Row, ...]
+    sizes: ModelSizes
+    layers: tuple[tuple[Row, ...], ...]  # of each decoder layer
     embedding: Row
-    final_norm: Row
+    final_norm: tuple[Row, ...]
     output: Row
     tied_output: Row
     value_head: Row
 
-    def shard(self, hf_config: Mapping, rank: Rank, *, head: str = "lm", spec: str = "local") -> dict[str, ParameterShard]:
-        """All parameters of one rank, by their names in its ``model.named_parameters()``.
+    def edges(self, layout: Layout, head: str) -> list[Row]:
+        """Rows outside the decoder layers. A tied output layer is the embedding itself unless the stages differ."""
+        rows = [self.embedding, *self.final_norm]
+        if head == "value":
+            return [*rows, self.value_head]
+        if not self.sizes.tied:
+            return [*rows, self.output]
+        return [*rows, self.tied_output] if layout.pipeline > 1 else rows
 
-        ``head``: "lm" (vocabulary logits) or "value" (one number a token). ``spec``: "local" or "te", megatron-core's layer specs.
-        Layers are dealt evenly and in order to the stages, chunk after chunk; with several chunks a rank, "chunk0." and so on stands
-        before the names. Raises ModelError where the layout doesn't fit the model.
+    def experts(self, row: Row) -> range | tuple[None]:
+        """The experts of which ``row`` speaks, over the whole model."""
+        return range(self.sizes.experts) if row.expert else (None,)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: how to read its ``config.json``, and its rows."""
+
+    model_type: str
+    table: Callable[[Mapping], Table]  # raises ModelError naming a key whose weights it has no rows for
+    # {"transformer": TransformerConfig's arguments, "model": GPTModel's}; raises ModelError naming a key that can't be computed
+    megatron_kwargs: Callable[[Mapping], dict[str, dict[str, Any]]]
+    architecture: Callable[[Mapping], Architecture] = lambda hf_config: Architecture()
+    # Tensors of published directories that training has no use for: a pattern of their whole name, and the reason. Never another's.
+    unused: Callable[[Mapping], tuple[tuple[str, str], ...]] = lambda hf_config: ()
+
+    def sizes(self, hf_config: Mapping) -> ModelSizes:
+        """The lengths of one model."""
+        return self.table(hf_config).sizes
+
+    def check_computed(self, hf_config: Mapping) -> None:
+        """Raise ModelError naming a key of ``config.json`` that can't be computed."""
+        self.megatron_kwargs(hf_config)
+        self.architecture(hf_config)
+
+    def shard(self, hf_config: Mapping, rank: Rank, *, head: str = "lm", spec: str = "local") -> dict[str, ParameterShard]:
+        """All parameters of one rank, by their names in its ``model.named_parameters()``, and persistent buffers that are weights.
+
+        ``head``: "lm" (vocabulary logits) or "value" (one number a token). ``spec``: "local" or "te", the layer specs.
+        Layers are dealt in order to the stages, chunk after chunk (:func:`deal_layers`); with several chunks a rank, "chunk0." and so on
+        stands before the names. Raises ModelError where the layout doesn't fit the model.
         """
-        sizes, layout = self.sizes(hf_config), rank.layout
-        self._check(sizes, layout, head, spec)
-        per_chunk = sizes.layers // (layout.pipeline * layout.virtual_pipeline)
+        table, layout = self.table(hf_config), rank.layout
+        self._check(table.sizes, layout, head, spec)
+        dealt = deal_layers(table.sizes.layers, layout)
         shards: dict[str, ParameterShard] = {}
         for chunk in range(layout.virtual_pipeline):
             prefix = chunk_prefix(layout, chunk)
-            for row in self._edge_rows(sizes, layout, head):
+            for row in table.edges(layout, head):
                 if (row.place == FIRST and rank.holds("first", chunk)) or (row.place == LAST and rank.holds("last", chunk)):
-                    self._add(shards, prefix + row.name(spec), shard_row(row, sizes, rank))
-            start = (chunk * layout.pipeline + rank.pipeline) * per_chunk
-            for local in range(per_chunk):
-                for row in self.layer_rows:
-                    for name, shard in self._layer_shards(row, sizes, rank, spec, local, start + local):
+                    self._add(shards, prefix + row.name(spec), shard_row(row, table.sizes, rank, spec))
+            for local, layer in enumerate(dealt[chunk * layout.pipeline + rank.pipeline]):
+                for row in table.layers[layer]:
+                    for name, shard in self._layer_shards(row, table.sizes, rank, spec, local, layer):
                         self._add(shards, prefix + name, shard)
         return shards
 
@@ -236,41 +187,59 @@ class Family:
     def _layer_shards(row: Row, sizes: ModelSizes, rank: Rank, spec: str, local: int, layer: int) -> Iterator[tuple[str, ParameterShard]]:
         """(name, shard) of one row in one layer: one, or one an expert of the rank."""
         if not row.expert:
-            yield row.name(spec, local), shard_row(row, sizes, rank, layer)
+            yield row.name(spec, local), shard_row(row, sizes, rank, spec, layer)
             return
         held = sizes.experts // rank.layout.expert
         for expert in range(held):
-            yield row.name(spec, local, expert), shard_row(row, sizes, rank, layer, rank.expert * held + expert)
+            yield row.name(spec, local, expert), shard_row(row, sizes, rank, spec, layer, rank.expert * held + expert)
 
     def hf_tensors(self, hf_config: Mapping, *, head: str = "lm") -> dict[str, tuple[int, ...]]:
         """Name and shape of every Hugging Face tensor of the model, in the order in which files hold them."""
-        sizes = self.sizes(hf_config)
-        regions = [t.region(sizes) for t in self.embedding.hf]
-        for layer in range(sizes.layers):
-            for row in self.layer_rows:
-                experts = range(sizes.experts) if row.expert else (None,)
-                regions += [t.region(sizes, layer, expert) for expert in experts for t in row.hf]
-        regions += [t.region(sizes) for row in self._edge_rows(sizes, Layout(), head)[1:] for t in row.hf]
-        return {name: tuple(stop for _, stop in box) for name, box in regions}
+        regions = [t.region(*where) for row, where in self._rows(hf_config, head) for t in row.hf]
+        return {name: box_shape(box) for name, box in regions}
 
-    def _edge_rows(self, sizes: ModelSizes, layout: Layout, head: str) -> list[Row]:
-        """Rows outside the decoder layers. A tied output layer is the embedding itself unless the stages differ."""
-        rows = [self.embedding, self.final_norm]
-        if head == "value":
-            return [*rows, self.value_head]
-        if not sizes.tied:
-            return [*rows, self.output]
-        return [*rows, self.tied_output] if layout.pipeline > 1 else rows
+    def float32_tensors(self, hf_config: Mapping) -> frozenset[str]:
+        """Hugging Face tensors that are kept in float32 whatever the model's dtype."""
+        return frozenset(t.region(*where).name for row, where in self._rows(hf_config, "lm") if row.float32 for t in row.hf)
+
+    def stacked(self, hf_config: Mapping, *, head: str = "lm") -> dict[str, tuple[Region, tuple[int, ...]]]:
+        """Tensor -> the box of a stacked tensor that holds the same, with one dimension more in front, and that tensor's shape."""
+        found: dict[str, tuple[Region, tuple[int, ...]]] = {}
+        for row, (sizes, layer, expert) in self._rows(hf_config, head):
+            if row.stacked is None or expert is None:
+                continue
+            name, box = row.stacked.region(sizes, layer)
+            start = 0
+            for tensor in row.hf:
+                here, inner = tensor.region(sizes, layer, expert)
+                stop = start + inner[0][1]
+                found[here] = (Region(name, ((expert, expert + 1), (start, stop), *inner[1:])), box_shape(box))
+                start = stop
+        return found
+
+    def reason_unused(self, hf_config: Mapping, name: str) -> str | None:
+        """Why a tensor that the table doesn't have may be left out; None: it may not."""
+        return next((reason for pattern, reason in self.unused(hf_config) if re.fullmatch(pattern, name)), None)
+
+    def _rows(self, hf_config: Mapping, head: str) -> Iterator[tuple[Row, tuple[ModelSizes, int | None, int | None]]]:
+        """Every row with (sizes, layer, expert), over the whole model."""
+        table = self.table(hf_config)
+        yield table.embedding, (table.sizes, None, None)
+        for layer, rows in enumerate(table.layers):
+            for row in rows:
+                for expert in table.experts(row):
+                    yield row, (table.sizes, layer, expert)
+        for row in table.edges(Layout(), head)[1:]:
+            yield row, (table.sizes, None, None)
 
     @staticmethod
     def _add(shards: dict[str, ParameterShard], name: str, shard: ParameterShard) -> None:
         shards[name] = replace(shard, copies=tuple(Copy(c.source, Region(name, c.target.box)) for c in shard.copies))
 
     def _check(self, sizes: ModelSizes, layout: Layout, head: str, spec: str) -> None:
-        _divides("num_hidden_layers", sizes.layers, layout.pipeline * layout.virtual_pipeline)
-        _divides("num_attention_heads", sizes.heads, layout.tensor)
+        divides("num_attention_heads", sizes.heads, layout.tensor)
         if sizes.experts:
-            _divides("num_experts", sizes.experts, layout.expert)
+            divides("num_experts", sizes.experts, layout.expert)
         elif layout.expert * layout.expert_tensor > 1:
             raise ModelError(
                 explain(

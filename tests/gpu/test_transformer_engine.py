@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.models import LENGTHS, sequences, small_mixture, small_qwen2
+from tests.gpu.models import FAMILIES, LENGTHS, MIXTURES, sequences, small_family, small_mixture, small_mixture_of, small_qwen2
 from tests.gpu.ranks import on_one_rank
-from tests.megatron.models import by_expert
+from tests.megatron.mixtures import by_table
 
 SLACK = 1.25
 LARGEST = {"logits": 0.03, "log_probs": 0.01, "grad": 0.06}  # relative, whatever Hugging Face's error
@@ -27,10 +27,12 @@ TEMPERATURE = 0.7
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     models = {name: small_qwen2(tmp_path_factory.mktemp("model"), tied=name == "tied") for name in ("tied", "untied")}
     models["mixture"] = small_mixture(tmp_path_factory.mktemp("model"))
+    models |= {name: small_family(tmp_path_factory.mktemp("model") / "family", name) for name in FAMILIES}
+    models |= {name: small_mixture_of(tmp_path_factory.mktemp("model"), name) for name in MIXTURES}
     return on_one_rank(compare_each, models)
 
 
-@pytest.fixture(params=["tied", "untied", "mixture"])
+@pytest.fixture(params=["tied", "untied", "mixture", *FAMILIES, *MIXTURES])
 def found(request: pytest.FixtureRequest, both: dict[str, Any]) -> dict[str, Any]:
     return both[request.param]
 
@@ -44,8 +46,15 @@ def compare(rank: Any, model_dir: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from megarl.weights.families import read_hf_config
+
+    hf_config = read_hf_config(model_dir)
+    capped = "attn_logit_softcapping" in (model_dir / "config.json").read_text()  # which transformers does in eager attention alone
     truth, theirs = (
-        hugging_face(AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").cuda())
+        hugging_face(
+            AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager" if capped else "sdpa").cuda(),
+            hf_config,
+        )
         for dtype in (torch.float32, torch.bfloat16)
     )
     ours, spec = megatron(rank, model_dir)
@@ -57,7 +66,7 @@ def relative(got: np.ndarray, truth: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - truth) / np.linalg.norm(truth))
 
 
-def hugging_face(model: Any) -> dict[str, np.ndarray]:
+def hugging_face(model: Any, hf_config: dict[str, Any]) -> dict[str, np.ndarray]:
     import torch
 
     prompts, responses = sequences()
@@ -69,7 +78,8 @@ def hugging_face(model: Any) -> dict[str, np.ndarray]:
         log_probs.append((row / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompts[i]) :, None])[:, 0])
     joined = torch.cat(log_probs)
     (-joined.mean()).backward()
-    gradients = by_expert({name: parameter.grad.float().cpu().numpy() for name, parameter in model.named_parameters()})
+    found = {name: parameter.grad.float().cpu().numpy() for name, parameter in model.named_parameters()}
+    gradients = by_table(hf_config, found)
     outputs = {"logits": torch.cat(logits), "log_probs": joined}
     return {name: x.detach().float().cpu().numpy() for name, x in outputs.items()} | {f"grad {n}": g for n, g in gradients.items()}
 
@@ -103,6 +113,8 @@ def hugging_face_gradients(engine: Any) -> dict[str, np.ndarray]:
 
     whole = {name: np.zeros(shape, np.float32) for name, shape in model_family(engine.hf_config).hf_tensors(engine.hf_config).items()}
     for name, parameter in engine.named_parameters().items():
+        if not parameter.requires_grad:  # the bias of a router
+            continue
         gradient = parameter.main_grad.float().cpu().numpy()
         for copy in engine.shards[name].copies:
             target = tuple(slice(*b) for b in copy.target.box)

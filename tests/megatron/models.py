@@ -49,10 +49,11 @@ def random_qwen2(
         tie_word_embeddings=tied,
         initializer_range=spread,
     )
-    return _save(Qwen2ForCausalLM(config), directory, dtype)
+    return save_with_noise(Qwen2ForCausalLM(config), directory, dtype)
 
 
-def _save(model: PreTrainedModel, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_with_noise(model: PreTrainedModel, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Add noise to biases and norms, so that they are not 0 and 1, and write the model as ``dtype``."""
     model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -71,7 +72,7 @@ def random_mixture(directory: Path, *, spread: float, seed: int = 0, dtype: torc
     """Qwen3-MoE with 4 layers, 4 heads over 2 groups."""
     torch.manual_seed(seed)
     common = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": spread}
-    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **sizes)), directory, dtype)
+    return save_with_noise(Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **sizes)), directory, dtype)
 
 
 def tiny_mixture(directory: Path, *, norm_topk_prob: bool = True) -> Path:
@@ -93,8 +94,10 @@ def tiny_mixture(directory: Path, *, norm_topk_prob: bool = True) -> Path:
 
 
 def by_expert(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """transformers stacks the experts in memory; on disk, where tables name them, they are apart."""
+    """By names on disk, where tables name them. In memory transformers stacks the experts, and calls GPT-NeoX's embed_out lm_head."""
     found = {}
+    if any(name.startswith("gpt_neox.") for name in gradients):
+        gradients = {name.replace("lm_head", "embed_out"): gradient for name, gradient in gradients.items()}
     for name, gradient in gradients.items():
         stem, _, last = name.rpartition(".")
         if last == "gate_up_proj":

@@ -10,7 +10,7 @@ import torch
 
 from megarl.megatron.head import vocab_parallel_log_probs
 from megarl.types import Layout, Rank
-from megarl.weights.table import padded_vocab_size
+from megarl.weights.sizes import padded_vocab_size
 from tests.megatron.ranks import run_ranks
 
 ROWS, VOCAB, TEMPERATURE = 9, 61, 0.7

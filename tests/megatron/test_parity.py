@@ -144,7 +144,7 @@ def measure(engine: Engine, rank: Rank, lengths: list[tuple[int, int]]) -> dict[
         "logits_of": np.concatenate([picks.numpy() + start for (_, picks), start in zip(logits, starts, strict=False)]) if logits else None,
         "loss": sums["loss"],
         "grad_norm": norm,
-        "gradients": {n: p.main_grad.clone().numpy() for n, p in engine.named_parameters().items()},
+        "gradients": {n: p.main_grad.clone().numpy() for n, p in engine.named_parameters().items() if p.requires_grad},
     }
 
 

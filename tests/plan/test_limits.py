@@ -21,7 +21,7 @@ from megarl.plan.limits import (
     prefill_s,
     train_s,
 )
-from megarl.weights.table import ModelSizes
+from megarl.weights.sizes import ModelSizes
 
 SIZES = {
     "0.5B": ModelSizes(24, 896, 4864, 14, 2, 64, 151936, tied=True),

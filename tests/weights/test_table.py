@@ -11,7 +11,7 @@ from megarl.errors import ModelError
 from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_io import load_into
-from megarl.weights.table import padded_vocab_size
+from megarl.weights.sizes import padded_vocab_size
 from tests.weights import reference
 
 LAYOUTS = [Layout(tensor=tp, pipeline=pp) for tp in (1, 2, 4) for pp in (1, 2)] + [
@@ -97,14 +97,14 @@ def test_megatron_kwargs_carry_the_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size"),
@@ -117,14 +117,15 @@ def test_megatron_kwargs_carry_the_model() -> None:
 def test_what_megatron_cannot_represent_is_refused_by_name(changes: dict, says: str) -> None:
     c = reference.config(**changes)
     with pytest.raises(ModelError, match=says):
-        model_family(c).megatron_kwargs(c)
+        family = model_family(c)
+        family.megatron_kwargs(c)
+        family.architecture(c)
 
 
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (Layout(tensor=8), "num_key_value_heads"),
-        (Layout(pipeline=3), "num_hidden_layers"),
+        (Layout(pipeline=5), "num_hidden_layers"),
         (Layout(tensor=3), "num_attention_heads"),
         (Layout(pipeline=2, virtual_pipeline=3), "num_hidden_layers"),
         (Layout(expert=2, data=2), "without experts"),

@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.errors import ModelError, explain
+from megarl.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megarl.weights.families.gemma import GEMMA2, GEMMA3
+from megarl.weights.families.gpt_neox import GPT_NEOX
 from megarl.weights.families.llama import LLAMA
+from megarl.weights.families.mistral import MISTRAL
+from megarl.weights.families.mixtral import MIXTRAL
+from megarl.weights.families.phi3 import PHI3
 from megarl.weights.families.qwen2 import QWEN2
 from megarl.weights.families.qwen3 import QWEN3
 from megarl.weights.families.qwen3_moe import QWEN3_MOE
+from megarl.weights.families.seed_oss import SEED_OSS
 from megarl.weights.table import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, PHI3, GPT_NEOX, GEMMA2, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3, SEED_OSS)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 
 
 def read_hf_config(hf_dir: str | Path) -> dict:

@@ -1,105 +1,141 @@
-"""What dense decoders with RMSNorm, rotary positions, grouped-query attention and a gated SiLU MLP share (Llama and its kin)."""
+"""What decoders with RMSNorm, rotary positions, grouped-query attention and a gated MLP share (Llama and its kin)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 
-from megarl.errors import ModelError, explain
-from megarl.weights.table import (
-    FIRST,
-    LAST,
-    Family,
-    HfTensor,
-    ModelSizes,
-    Row,
-    copy_op,
-    gate_up,
-    pad_vocabulary,
-    qkv_by_group,
-)
+from megarl.weights.architecture import Architecture
+from megarl.weights.families.read import cannot, check_rope, number_of, refuse, refuse_quantized, rope_value, size_of
+from megarl.weights.ops import Op, copy_op, gate_up, pad_vocabulary, qkv_by_group
+from megarl.weights.sizes import ModelSizes
+from megarl.weights.table import FIRST, LAST, Family, HfTensor, Row, Table
 
 MEGATRON = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
+ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq", "rotary frequencies, which follow from config.json")
 
-_QKV_BIAS = Row(
-    MEGATRON + "self_attention.linear_qkv.bias",
-    tuple(HfTensor(f"{HF}self_attn.{x}_proj.bias", (dim,)) for x, dim in (("q", "q"), ("k", "kv"), ("v", "kv"))),
-    qkv_by_group,
-    tensor_axis=0,
-)
 
-# Norms of each head's query and key, one weight for all heads.
-_QK_NORMS = tuple(
-    Row(f"{MEGATRON}self_attention.{x}_layernorm.weight", (HfTensor(f"{HF}self_attn.{x}_norm.weight", ("head",)),), copy_op, None)
-    for x in ("q", "k")
-)
+@dataclass(frozen=True)
+class Biases:
+    """Which linear layers have one."""
 
-_ATTENTION = (
-    Row(MEGATRON + "input_layernorm.weight", (HfTensor(HF + "input_layernorm.weight", ("hidden",)),), copy_op, None,
-        te=MEGATRON + "self_attention.linear_qkv.layer_norm_weight"),
-    Row(MEGATRON + "self_attention.linear_qkv.weight",
-        tuple(HfTensor(f"{HF}self_attn.{x}_proj.weight", (dim, "hidden")) for x, dim in (("q", "q"), ("k", "kv"), ("v", "kv"))),
-        qkv_by_group, tensor_axis=0),
-    Row(MEGATRON + "self_attention.linear_proj.weight", (HfTensor(HF + "self_attn.o_proj.weight", ("hidden", "q")),), copy_op,
-        tensor_axis=1),
-)  # fmt: skip
+    qkv: bool = False
+    projection: bool = False  # of the attention's output
+    mlp: bool = False
 
-_MLP = (
-    Row(MEGATRON + "pre_mlp_layernorm.weight", (HfTensor(HF + "post_attention_layernorm.weight", ("hidden",)),), copy_op, None,
-        te=MEGATRON + "mlp.linear_fc1.layer_norm_weight"),
-    Row(MEGATRON + "mlp.linear_fc1.weight", tuple(HfTensor(f"{HF}mlp.{x}_proj.weight", ("ffn", "hidden")) for x in ("gate", "up")),
-        gate_up, tensor_axis=0),
-    Row(MEGATRON + "mlp.linear_fc2.weight", (HfTensor(HF + "mlp.down_proj.weight", ("hidden", "ffn")),), copy_op, tensor_axis=1),
-)  # fmt: skip
+
+def norm_row(megatron: str, hf: str, *, te: str | None = None, dim: str = "hidden", kind: str = "weight") -> Row:
+    """One tensor of a norm in each layer."""
+    fused = None if te is None else f"{MEGATRON}{te}_{kind}"
+    return Row(f"{MEGATRON}{megatron}.{kind}", (HfTensor(f"{HF}{hf}.{kind}", (dim,)),), copy_op, None, te=fused)
+
+
+def linear_row(megatron: str, hf: tuple[str, ...], rows: tuple[str, ...], columns: str, op: Op = copy_op, *, axis: int = 0) -> Row:
+    """The weight of a linear layer that is made of the weights ``hf``; cut along its rows (``axis`` 0) or columns (1)."""
+    tensors = tuple(HfTensor(f"{HF}{name}.weight", (length, columns)) for name, length in zip(hf, rows, strict=True))
+    return Row(f"{MEGATRON}{megatron}.weight", tensors, op, tensor_axis=axis)
+
+
+def bias_row(megatron: str, hf: tuple[str, ...], rows: tuple[str, ...], op: Op = copy_op, *, axis: int | None = 0) -> Row:
+    """Its bias. One that is added after the sum over ranks is whole on each (``axis`` None)."""
+    tensors = tuple(HfTensor(f"{HF}{name}.bias", (length,)) for name, length in zip(hf, rows, strict=True))
+    return Row(f"{MEGATRON}{megatron}.bias", tensors, op, tensor_axis=axis)
+
+
+INPUT_NORM = norm_row("input_layernorm", "input_layernorm", te="self_attention.linear_qkv.layer_norm")
+MLP_NORM = norm_row("pre_mlp_layernorm", "post_attention_layernorm", te="mlp.linear_fc1.layer_norm")
+_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def attention_rows(biases: Biases, *, qk_norm: bool) -> tuple[Row, ...]:
+    """Attention of one layer, without the norm before it."""
+    rows = [
+        linear_row("self_attention.linear_qkv", _QKV, ("q", "kv", "kv"), "hidden", qkv_by_group),
+        linear_row("self_attention.linear_proj", ("self_attn.o_proj",), ("hidden",), "q", axis=1),
+    ]
+    if biases.qkv:
+        rows.append(bias_row("self_attention.linear_qkv", _QKV, ("q", "kv", "kv"), qkv_by_group))
+    if biases.projection:
+        rows.append(bias_row("self_attention.linear_proj", ("self_attn.o_proj",), ("hidden",), axis=None))
+    if qk_norm:  # of each head's query and key, one weight for all heads
+        rows += [norm_row(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", dim="head") for x in "qk"]
+    return tuple(rows)
+
+
+def mlp_rows(biases: Biases) -> tuple[Row, ...]:
+    """A gated MLP, without the norm before it."""
+    rows = [
+        linear_row("mlp.linear_fc1", _GATE_UP, ("ffn", "ffn"), "hidden", gate_up),
+        linear_row("mlp.linear_fc2", ("mlp.down_proj",), ("hidden",), "ffn", axis=1),
+    ]
+    if biases.mlp:
+        rows.append(bias_row("mlp.linear_fc1", _GATE_UP, ("ffn", "ffn"), gate_up))
+        rows.append(bias_row("mlp.linear_fc2", ("mlp.down_proj",), ("hidden",), axis=None))
+    return tuple(rows)
+
 
 _EMBEDDING = HfTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 
 
-def dense_family(model_type: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Family:
-    """A family of this shape, perhaps with biases on query, key and value, or with norms of query and key."""
-    return decoder_family(
-        model_type,
-        read_sizes,
-        lambda hf_config: megatron_kwargs(read_sizes(hf_config), hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm),
-        (*attention_rows(qkv_bias=qkv_bias, qk_norm=qk_norm), *_MLP),
-    )
-
-
-def attention_rows(*, qkv_bias: bool, qk_norm: bool) -> tuple[Row, ...]:
-    """Input norm and attention of one layer."""
-    return (*_ATTENTION, *((_QKV_BIAS,) if qkv_bias else ()), *(_QK_NORMS if qk_norm else ()))
-
-
-def decoder_family(
-    model_type: str,
-    sizes: Callable[[Mapping], ModelSizes],
-    kwargs: Callable[[Mapping], dict[str, dict]],
-    layer_rows: tuple[Row, ...],
-) -> Family:
-    """A family whose edges are Llama's: embedding, last norm, output layer tied or not."""
-    return Family(
-        model_type=model_type,
+def decoder_table(sizes: ModelSizes, layers: tuple[tuple[Row, ...], ...]) -> Table:
+    """A table whose edges are Llama's: embedding, last norm, output layer tied or not."""
+    return Table(
         sizes=sizes,
-        megatron_kwargs=kwargs,
-        layer_rows=layer_rows,
+        layers=layers,
         embedding=Row("embedding.word_embeddings.weight", (_EMBEDDING,), pad_vocabulary, tensor_axis=0, place=FIRST),
-        final_norm=Row("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", ("hidden",)),), copy_op, None, place=LAST),
+        final_norm=(Row("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", ("hidden",)),), copy_op, None, place=LAST),),
         output=Row("output_layer.weight", (HfTensor("lm_head.weight", ("vocab", "hidden")),), pad_vocabulary, tensor_axis=0, place=LAST),
         tied_output=Row("output_layer.weight", (_EMBEDDING,), pad_vocabulary, tensor_axis=0, place=LAST, duplicate=True),
-        # The name and shape of the head of transformers' ...ForSequenceClassification with one label.
-        value_head=Row("output_layer.weight", (HfTensor("score.weight", ("one", "hidden")),), copy_op, None, place=LAST, optional=True),
+        value_head=VALUE_HEAD,
     )
 
 
-def read_sizes(hf_config: Mapping) -> ModelSizes:
-    """Lengths of a dense model. Raises ModelError naming a key that Megatron can't represent."""
-    _refuse_unrepresentable(hf_config)
-    heads = size_of(hf_config, "num_attention_heads")
-    hidden = size_of(hf_config, "hidden_size")
-    groups = heads if hf_config.get("num_key_value_heads") is None else size_of(hf_config, "num_key_value_heads")
+# The name and shape of the head of transformers' ...ForSequenceClassification with one label.
+VALUE_HEAD = Row("output_layer.weight", (HfTensor("score.weight", ("one", "hidden")),), copy_op, None, place=LAST, optional=True)
+
+
+def dense_family(
+    model_type: str,
+    *,
+    biases: Callable[[Mapping], Biases] = lambda hf_config: Biases(),
+    qk_norm: bool = False,
+    windows: Callable[[Mapping], tuple[int | None, ...]] = lambda hf_config: (),
+) -> Family:
+    """A family of Llama's shape, perhaps with biases, with norms of query and key, or with layers that see a window alone."""
+
+    def table(hf_config: Mapping) -> Table:
+        sizes, has = read_sizes(hf_config), biases(hf_config)
+        layer = (INPUT_NORM, *attention_rows(has, qk_norm=qk_norm), MLP_NORM, *mlp_rows(has))
+        return decoder_table(sizes, (layer,) * sizes.layers)
+
+    def kwargs(hf_config: Mapping) -> dict[str, dict[str, Any]]:
+        check_rope(hf_config)
+        return megatron_kwargs(read_sizes(hf_config), hf_config, biases=biases(hf_config), qk_norm=qk_norm)
+
+    return Family(
+        model_type,
+        table,
+        kwargs,
+        lambda hf_config: Architecture(windows=windows(hf_config)),
+        unused=lambda hf_config: (ROTARY_BUFFERS, *tied_head(hf_config)),
+    )
+
+
+def tied_head(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
+    """What is unused where the output layer is the embedding."""
+    return ((r"lm_head\.weight", "tied: it is the embedding"),) if hf_config.get("tie_word_embeddings", False) else ()
+
+
+def read_sizes(hf_config: Mapping, **more: int) -> ModelSizes:
+    """Lengths of a model. Raises ModelError naming a key that is no length, or weights that are stored quantized."""
+    refuse_quantized(hf_config)
+    heads, hidden = size_of(hf_config, "num_attention_heads"), size_of(hf_config, "hidden_size")
+    groups = size_of(hf_config, "num_key_value_heads", heads)
     if heads % groups:
         raise cannot("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
     if hf_config.get("head_dim") is None and hidden % heads:
@@ -110,14 +146,18 @@ def read_sizes(hf_config: Mapping) -> ModelSizes:
         ffn=size_of(hf_config, "intermediate_size"),
         heads=heads,
         query_groups=groups,
-        head_dim=hidden // heads if hf_config.get("head_dim") is None else size_of(hf_config, "head_dim"),
+        head_dim=size_of(hf_config, "head_dim", hidden // heads),
         vocab=size_of(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
+        more=more,
     )
 
 
-def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, qkv_bias: bool, qk_norm: bool) -> dict[str, dict]:
+def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, biases: Biases = Biases(), qk_norm: bool = False) -> dict[str, dict]:
     """Arguments of megatron-core's TransformerConfig and GPTModel."""
+    refuse(hf_config, hidden_act="silu")
+    if biases.projection != biases.mlp:
+        raise cannot("mlp_bias", biases.mlp, f"as attention_bias = {biases.projection}: megatron-core has both or neither")
     transformer = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
@@ -125,78 +165,20 @@ def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, qkv_bias: bool, qk
         "num_attention_heads": sizes.heads,
         "num_query_groups": sizes.query_groups,
         "kv_channels": sizes.head_dim,
-        "layernorm_epsilon": _number(hf_config, "rms_norm_eps"),
+        "layernorm_epsilon": number_of(hf_config, "rms_norm_eps"),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_qkv_bias": qkv_bias,
+        "add_qkv_bias": biases.qkv,
         "qk_layernorm": qk_norm,
-        "add_bias_linear": False,
+        "add_bias_linear": biases.mlp,
     }
     model = {
         "vocab_size": sizes.vocab,
         "max_sequence_length": size_of(hf_config, "max_position_embeddings"),
         "position_embedding_type": "rope",
-        "rotary_base": _rope_theta(hf_config),
+        "rotary_base": rope_value(hf_config, "rope_theta", 10000.0),
         "rotary_percent": 1.0,
         "share_embeddings_and_output_weights": sizes.tied,
     }
     return {"transformer": transformer, "model": model}
-
-
-def _refuse_unrepresentable(hf_config: Mapping) -> None:
-    """Each refusal is a feature that would change the forward pass without an error if it were ignored."""
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise cannot("hidden_act", hf_config["hidden_act"], "silu")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = hf_config.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
-            raise cannot(key, rope, "rope_type default, one for all layers")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise cannot(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
-    if hf_config.get("use_sliding_window", False):
-        raise cannot("use_sliding_window", True, "false")
-    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
-        raise cannot("layer_types", sorted(set(hf_config["layer_types"])), "full_attention in every layer")
-    for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key, False):
-            raise cannot(key, True, "false")
-    if hf_config.get("quantization_config") is not None:
-        raise cannot("quantization_config", hf_config["quantization_config"], "unquantized weights")
-
-
-def _rope_theta(hf_config: Mapping) -> float:
-    """transformers 5 keeps the base under ``rope_parameters``, 4 beside the other keys; 10000 where neither names it (its own default)."""
-    rope = hf_config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta", hf_config.get("rope_theta", 10000.0)))
-
-
-def size_of(hf_config: Mapping, key: str) -> int:
-    """A positive integer of ``config.json``."""
-    value = hf_config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise cannot(key, value, "a positive integer")
-    return value
-
-
-def _number(hf_config: Mapping, key: str) -> float:
-    value = hf_config.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise cannot(key, value, "a number")
-    return float(value)
-
-
-def cannot(key: str, got: Any, expected: str) -> ModelError:
-    """The error of a key that Megatron can't represent."""
-    return ModelError(
-        explain(
-            f"`{key}` of this model can't be represented",
-            where="config.json",
-            got=repr(got),
-            expected=expected,
-            do="use a model without it",
-        )
-    )

@@ -1,0 +1,1 @@
+"""Hugging Face directories to Megatron distributed checkpoints and back: streaming, on one CPU, without building a model."""
