@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megarl.cluster.calls import fetch_together
 from megarl.config.load import load_config
@@ -32,36 +32,35 @@ RECIPE = ROOT / "recipes" / "bench" / "C0.yaml"
 
 @pytest.fixture(scope="module")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen2 with words for tokens, and a Llama whose tokenizer has a token for each byte."""
+    """A small Qwen2 with words for tokens, and a GPT-NeoX (the tutorial's critic is a Pythia) whose tokenizer has a token for each byte."""
     out = tmp_path_factory.mktemp("bench")
     subprocess.run([sys.executable, ROOT / "recipes" / "bench" / "prepare.py", "C0", "--out", out], check=True, timeout=120)
-    write_llama(out / "llama")
+    write_pythia(out / "pythia")
     shutil.copytree(out / "model", out / "twin")
     return out
 
 
-def write_llama(directory: Path, positions: int = 512) -> None:
+def write_pythia(directory: Path, positions: int = 512) -> None:
     tokenizer = byte_level(270, eos_token="<|im_end|>", pad_token="<|im_end|>")
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = GPTNeoXConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    GPTNeoXForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def overrides(workload: Path, run_dir: Path, **changes: Any) -> list[str]:
     values = {
         "model": workload / "model",
-        "critic.model": workload / "llama",
+        "critic.model": workload / "pythia",
         "data.train_files": f"[{workload / 'train.parquet'}]",
         "reward.path": ROOT / "recipes" / "bench" / "reward.py",
         "run.dir": run_dir,
@@ -106,7 +105,7 @@ def test_with_one_vocabulary_the_key_changes_no_bit(workload: Path, tmp_path: Pa
 
 
 def test_a_sample_that_is_too_long_for_the_critic_ends_the_run_with_what_to_do(workload: Path, tmp_path: Path) -> None:
-    write_llama(tmp_path / "short", positions=100)
+    write_pythia(tmp_path / "short", positions=100)
     done = train(workload, tmp_path / "positions", **{"critic.retokenize": "true", "critic.model": tmp_path / "short"})
     assert done.returncode == 3, done.stderr
     assert "critic.model" in done.stderr and "at most 100 (max_position_embeddings)" in done.stderr
@@ -132,12 +131,12 @@ def test_values_are_hugging_faces_at_what_was_known(run: Context, workload: Path
     assert critic is not None
     by_hand, _ = critic.forward("critic", drawn.select(("prompts", "responses")), {"values": "values"}, phase="test").result()
     batch = add_log_probs_and_values(run, drawn, m)
-    critic.export("critic", str(tmp_path / "work"), str(tmp_path / "critic"), str(workload / "llama"))
+    critic.export("critic", str(tmp_path / "work"), str(tmp_path / "critic"), str(workload / "pythia"))
     columns = batch.to_local(fetch=fetch_together)
     assert np.array_equal(by_hand.to_local("values", fetch=fetch_together)["values"].values, columns["values"].values)
     assert columns["critic_lengths"].tolist() == columns["critic_tokens"].lengths.tolist()
 
-    actor, tokenizer = (AutoTokenizer.from_pretrained(workload / name) for name in ("model", "llama"))
+    actor, tokenizer = (AutoTokenizer.from_pretrained(workload / name) for name in ("model", "pythia"))
     model = AutoModel.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     head = load_file(tmp_path / "critic" / "model.safetensors")["score.weight"][0]
     assert head.abs().max() > 0

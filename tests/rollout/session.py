@@ -2,6 +2,7 @@
 
     python -m tests.rollout.session sync    DIR TENSOR  two syncs, from TP2 x PP2 training shards, into an engine of TENSOR ranks;
                                                         with one rank then generates until it is killed
+    python -m tests.rollout.session short   DIR TENSOR  one sync and one generation, or the error that came of it
     python -m tests.rollout.session fresh   DIR TENSOR  the same generation by an engine that loaded its weights from disk
 
 vLLM can't be started twice in one process, and an engine costs 10 to 40 s: hence one process per engine and many checks in each.
@@ -136,6 +137,18 @@ def run_sync(directory: Path, tensor: int) -> None:
     engine.close()
 
 
+def run_short(directory: Path, tensor: int) -> None:
+    prompts, requests = prompts_and_requests()
+    training = TrainingSide(directory / "second")
+    try:
+        engine = start(directory / "first", tensor)
+        engine.sync(plan_into(engine, training), training.manifests(), 0, check=True)
+        tell({"drawn": bits(engine.generate(requests, prompts, SAMPLING))})
+        engine.close()
+    except MegarlError as error:
+        tell({"error": str(error)})
+
+
 def run_fresh(directory: Path, tensor: int) -> None:
     """vLLM as its users start it, weights from disk; only layout of arguments and sampling settings are ours."""
     prepare_environment()
@@ -169,4 +182,4 @@ def tell(found: dict) -> None:
 
 
 if __name__ == "__main__":
-    {"sync": run_sync, "fresh": run_fresh}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    {"sync": run_sync, "short": run_short, "fresh": run_fresh}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

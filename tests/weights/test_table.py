@@ -98,6 +98,7 @@ def test_megatron_kwargs_carry_the_model() -> None:
     ("changes", "says"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "gemma3", "vision_config": {}}, "vision_config"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),

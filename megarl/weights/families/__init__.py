@@ -46,13 +46,14 @@ def model_family(hf_config: Mapping) -> Family:
     """The family of a model by its ``model_type``. Raises ModelError that names the supported ones."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
+        towers = [key for key in ("vision_config", "audio_config") if key in hf_config]
         raise ModelError(
             explain(
                 "unsupported model family",
                 where="model_type of config.json",
-                got=model_type,
+                got=f"{model_type}, which has {' and '.join(towers)}" if towers else model_type,
                 expected=", ".join(sorted(FAMILIES)),
-                do="use a supported model, or add a table under megarl/weights/families",
+                do="save its language model by itself" if towers else "use a supported model, or add a table under megarl/weights/families",
             )
         )
     return FAMILIES[model_type]
