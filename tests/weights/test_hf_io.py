@@ -15,6 +15,7 @@ from megarl.types import Layout, Rank
 from megarl.weights.families import model_family, read_hf_config
 from megarl.weights.hf_export import HfExport, check_coverage
 from megarl.weights.hf_io import load_into
+from megarl.weights.hf_reader import HfReader
 from tests.weights import reference
 
 
@@ -63,6 +64,39 @@ def test_export_gives_back_every_bit(tmp_path: Path, layout: Layout, changes: di
     written = load_file(export(tmp_path / "in", tmp_path / "out", layout) / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
+
+
+class Counting:
+    """A tensor of a file that counts the elements which are taken from it."""
+
+    def __init__(self, file_slice: object, taken: list[int]):
+        self._slice, self._taken = file_slice, taken
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._slice, name)
+
+    def __getitem__(self, box: tuple) -> torch.Tensor:
+        part = self._slice[box]
+        self._taken.append(part.numel())
+        return part
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=4), Layout(tensor=2, pipeline=2), Layout(pipeline=2, virtual_pipeline=2)], ids=str)
+def test_a_rank_reads_what_it_keeps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    original = reference.save(reference.config(), tmp_path)
+    taken: list[int] = []
+    plain = HfReader._slice
+    monkeypatch.setattr(HfReader, "_slice", lambda reader, name: Counting(plain(reader, name), taken))
+    everything = 0
+    for rank in ranks(layout):
+        taken.clear()
+        params, _, _ = load_rank(tmp_path, rank)
+        padding = sum(int((parameter == 0).sum()) for parameter in params.values())  # no number of the model is 0
+        assert sum(taken) == sum(parameter.numel() for parameter in params.values()) - padding
+        everything += sum(taken)
+    norms = sum(tensor.numel() for name, tensor in original.items() if tensor.dim() == 1 and not name.endswith("_proj.bias"))
+    copies = layout.tensor - 1  # norms are whole on each tensor-parallel rank; all else is held once
+    assert everything == sum(tensor.numel() for tensor in original.values()) + copies * norms
 
 
 def test_a_size_limit_splits_the_export_and_the_index_leads_back(tmp_path: Path) -> None:
