@@ -61,8 +61,9 @@ smollm2: $(STAMP)
 	$(BIN)/python recipes/smollm2/prepare.py
 	$(BIN)/megarl train recipes/smollm2-135m-cpu.yaml
 
+# Tests of a cluster run one after another in one process, the others beside them in the second.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-fast: $(STAMP)
 	MEGARL_TEST_FAST=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster and not gpu and not slow"
