@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.safetensors_header import once, read_header
 from megarl.errors import ModelError, explain
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # what PEFT writes
 _PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt")
-_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def check_model_files(directory: str | Path) -> None:
@@ -54,8 +53,9 @@ def _check_files(root: Path) -> None:
                     do="check that the model directory is complete",
                 )
             )
-        check_safetensors(root / name)
+        read_header(root / name)
     _check_one_model(root)
+    other_weights(root)
 
 
 def _check_one_model(root: Path) -> None:
@@ -111,8 +111,8 @@ def read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name. Raises ModelError for a file of another form."""
     expected = '{"weight_map": {tensor: file}}'
     try:
-        found: Any = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found: Any = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
         raise ModelError(explain("not an index of safetensors", where=str(index), got=error, expected=expected)) from error
     table = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(table, dict) or not table or not all(isinstance(file, str) and Path(file).name == file for file in table.values()):
@@ -120,33 +120,20 @@ def read_index(index: Path) -> dict[str, str]:
     return table
 
 
-def check_safetensors(file: Path) -> None:
-    """Raise ModelError unless the file is as long as its header says, as a copy or a download that broke off is not."""
-    size = file.stat().st_size
-    try:
-        needed = _needed_bytes(file, size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(file, error) from error
-    if needed != size:
-        raise _damaged(file, f"{size} bytes, and its header tells of {needed}")
-
-
-def _needed_bytes(file: Path, size: int) -> int:
-    """Format: 8 bytes, the header's length (little endian); the header, JSON; the numbers."""
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise ValueError(f"{size} bytes, less than its header")
-        header = json.loads(stream.read(length))
-    return 8 + length + max(_ends(header), default=0)
-
-
-def _ends(header: dict[str, Any]) -> Iterator[int]:
-    return (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _damaged(file: Path, got: object) -> ModelError:
-    return ModelError(explain("not a whole safetensors file", where=str(file), got=got, do="copy the model directory again"))
+def other_weights(root: Path) -> dict[str, str]:
+    """Safetensors files that belong to the model and are not read -> why. Raises ModelError for one that nothing names."""
+    others = sorted(path.name for path in root.glob("*.safetensors") if path.name not in {*weight_files(root), *_ADAPTERS})
+    if strangers := [name for name in others if not name.startswith("consolidated")]:
+        raise ModelError(
+            explain(
+                "a weight file that nothing names, and which would be left out",
+                where=str(root / strangers[0]),
+                got=", ".join(strangers[:3]) + (", ..." if strangers[3:] else ""),
+                expected=f"the files that {INDEX} names" if (root / INDEX).is_file() else f"{WEIGHTS} alone, or {INDEX}",
+                do="copy the index that names it, or move the file elsewhere",
+            )
+        )
+    return dict.fromkeys(others, "the same weights in their author's own form, which the index doesn't name")
 
 
 def _names(root: Path) -> str:

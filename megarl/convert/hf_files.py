@@ -2,72 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
-from megarl.config.model_checks import INDEX, WEIGHTS
 from megarl.convert.memory import WRITE_BYTES, start_writing
-from megarl.convert.source import CODE_OF, Entry, as_bytes, runs
+from megarl.weights.casts import cast
+from megarl.weights.hf_layout import Laid, lay_out, write_index
+from megarl.weights.hf_source import CODES, as_bytes, runs
 from megarl.weights.regions import Region, box_shape
 
+__all__ = ["HfWriter", "Laid", "lay_out", "write_index"]
+
 PART = ".part"  # behind a file's name until the whole directory is done
-
-
-@dataclass(frozen=True)
-class Laid:
-    """Files of a directory: where each tensor will be."""
-
-    entries: Mapping[str, Entry]
-    headers: Mapping[str, bytes]  # file -> its first bytes
-    sizes: Mapping[str, int]  # file -> bytes
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-
-def lay_out(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], shard_bytes: int) -> Laid:
-    """Deal tensors in order to files of at most ``shard_bytes``, unless one tensor is larger, under the names that transformers gives."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, shape in shapes.items():
-        size = prod(shape) * dtypes[name].itemsize
-        if groups[-1] and used + size > shard_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    entries, headers, sizes = {}, {}, {}
-    for i, group in enumerate(groups, start=1):
-        file = WEIGHTS if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        # Wider elements first, so that each tensor begins at a multiple of its element's size.
-        for name in sorted(group, key=lambda n: -dtypes[n].itemsize):
-            begin, end = end, end + prod(shapes[name]) * dtypes[name].itemsize
-            header[name] = {"dtype": CODE_OF[dtypes[name]], "shape": list(shapes[name]), "data_offsets": [begin, end]}
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        headers[file] = len(encoded).to_bytes(8, "little") + encoded
-        sizes[file] = len(headers[file]) + end
-        for name in group:
-            at = len(headers[file]) + header[name]["data_offsets"][0]
-            entries[name] = Entry(file, CODE_OF[dtypes[name]], shapes[name], at)
-    return Laid(entries, headers, sizes)
-
-
-def index_of(laid: Laid) -> dict | None:
-    """Content of the index; None for one file, which needs none."""
-    if len(laid.sizes) == 1:
-        return None
-    weight_map = {name: entry.file for name, entry in laid.entries.items()}
-    return {"metadata": {"total_size": sum(entry.nbytes for entry in laid.entries.values())}, "weight_map": weight_map}
 
 
 class HfWriter:
@@ -103,9 +53,9 @@ class HfWriter:
         return named if named.exists() else self.directory / (file + PART)
 
     def write(self, region: Region, numbers: torch.Tensor) -> None:
-        """Write a box of a tensor; numbers are cast to the file's dtype."""
+        """Write a box of a tensor; numbers are cast to the file's dtype. Raises ModelError for one that has no room in it."""
         entry = self._laid.entries[region.name]
-        numbers = numbers.to(_dtype(entry)).reshape(box_shape(region.box))
+        numbers = cast(numbers, CODES[entry.code], region.name).reshape(box_shape(region.box))
         for part, first, _count in runs(region.box, entry.shape):
             view, done = memoryview(as_bytes(numbers[part].contiguous())), 0
             at, file = entry.offset + first * numbers.element_size(), self._descriptor(entry.file)
@@ -141,13 +91,3 @@ def _named(file: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from error
-
-
-def _dtype(entry: Entry) -> torch.dtype:
-    return next(dtype for dtype, code in CODE_OF.items() if code == entry.code)
-
-
-def write_index(directory: Path, laid: Laid) -> None:
-    """Write the index, where the directory needs one."""
-    if (index := index_of(laid)) is not None:
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -9,16 +9,22 @@ import torch
 from megarl.convert.hf_model import open_hf_model
 from megarl.convert.megatron_model import open_megatron_model
 from megarl.convert.progress import Progress
-from megarl.convert.source import Files
 from megarl.errors import CheckpointError, explain
+from megarl.weights.casts import cast
+from megarl.weights.hf_source import Files
 from megarl.weights.regions import as_slices, box_shape
 
 
-def verify(hf_dir: Path, megatron_dir: Path, *, quiet: bool = False) -> int:
+class DiffersError(CheckpointError):
+    """A result isn't what its source is: a fault in megarl, or in the machine."""
+
+
+def verify(hf_dir: Path, megatron_dir: Path, *, by_demand: bool = False, quiet: bool = False) -> int:
     """Compare every element of two directories of one model. Returns how many were equal, which is all.
 
-    Where a conversion changed the dtype, the numbers of the checkpoint are cast as it did. Raises CheckpointError for the first tensor that
-    differs.
+    Where a checkpoint's tensor is of a wider dtype, since its sources differ, what it holds is the same number exactly. ``by_demand``: the
+    Hugging Face directory was written with another dtype, to which the checkpoint's numbers are cast. Raises DiffersError for the first
+    tensor that differs.
     """
     hf = open_hf_model(hf_dir)
     megatron = open_megatron_model(megatron_dir)
@@ -33,23 +39,30 @@ def verify(hf_dir: Path, megatron_dir: Path, *, quiet: bool = False) -> int:
                 mine = torch.empty(box_shape(source.box), dtype=hf.dtype(source.name))
                 hf.read_into(files, source, mine)
                 compared += mine.numel()
-                if not same_bits(mine, stored[as_slices(into.box)]):
-                    raise CheckpointError(
-                        explain(
-                            "the result differs from its source",
-                            where=f"{source} of {hf_dir}, {unit.target.place.key} of {megatron_dir}",
-                            do="convert again; if it happens twice, suspect disk or memory",
-                        )
-                    )
+                if not same_bits(mine, stored[as_slices(into.box)], by_demand=by_demand):
+                    raise _differs(f"{source} of {hf_dir}, {unit.target.place.key} of {megatron_dir}")
             if progress:
                 progress.add(unit.nbytes)
     if progress:
         progress.finish()
+    if compared != hf.plan.elements:
+        raise _differs(f"{hf_dir}: {hf.plan.elements:,} elements, of which {compared:,} are in {megatron_dir}")
     return compared
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are equal bit by bit, where the wider one is cast if their dtypes differ."""
-    if a.dtype is not b.dtype:
-        a, b = (a.to(b.dtype), b) if a.itemsize > b.itemsize else (a, b.to(a.dtype))
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def same_bits(mine: torch.Tensor, stored: torch.Tensor, *, by_demand: bool = False) -> bool:
+    """Whether two tensors of one shape are equal bit by bit, widened to a dtype that holds both; ``by_demand``: cast to the first's."""
+    common = mine.dtype if by_demand else torch.promote_types(mine.dtype, stored.dtype)
+    a, b = (cast(tensor, common, "the comparison").contiguous() for tensor in (mine, stored))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _differs(where: str) -> DiffersError:
+    return DiffersError(
+        explain(
+            "the result differs from its source",
+            where=where,
+            do="convert again. A difference that comes back in the same place is a fault in megarl: report it; "
+            "one elsewhere points to disk or memory, or to a source that changed meanwhile",
+        )
+    )

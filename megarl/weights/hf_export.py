@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 
+from megarl.config.safetensors_header import Entry, read_header
 from megarl.errors import CheckpointError, ModelError, explain
 from megarl.types import Layout, Rank
+from megarl.weights.casts import cast
 from megarl.weights.families import model_family
-from megarl.weights.hf_io import INDEX_FILE, SINGLE_FILE, check_parameters
+from megarl.weights.hf_io import check_parameters
+from megarl.weights.hf_layout import lay_out, write_index
+from megarl.weights.hf_source import CODES
 from megarl.weights.regions import Box, as_slices, overlap, volume
 from megarl.weights.table import ParameterShard
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CONFIG = "config.json"
 # What a model directory holds beside weights and configuration, where it has it.
 _COMPANIONS = (
@@ -39,7 +41,6 @@ _COMPANIONS = (
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 
 Shapes = Mapping[str, tuple[int, ...]]
-Dtypes = Mapping[str, torch.dtype]
 
 
 class HfExport:
@@ -49,9 +50,9 @@ class HfExport:
     :meth:`finish`. Ranks on several hosts need a file system on which mapped writes of two hosts into one file don't collide.
     """
 
-    def __init__(self, directory: Path, table: dict[str, tuple[str, torch.dtype, tuple[int, ...], int]]):
+    def __init__(self, directory: Path, entries: Mapping[str, Entry]):
         self.directory = directory
-        self._table = table  # tensor -> (file, dtype, shape, offset of its first byte in the file)
+        self._entries = entries
 
     @classmethod
     def create(
@@ -85,13 +86,10 @@ class HfExport:
             ) from error
         kept = family.float32_tensors(hf_config)
         dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
-        files = _split(shapes, dtypes, shard_bytes)
-        for file, tensors in files.items():
-            _lay_out(directory / file, tensors, dtypes)
-        if len(files) > 1:
-            weight_map = {name: file for file, tensors in files.items() for name in tensors}
-            total = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
-            _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        laid = lay_out(shapes, dtypes, shard_bytes)
+        for file, size in laid.sizes.items():
+            _make(directory / file, laid.headers[file], size)
+        write_index(directory, laid)
         _write_json(directory / _CONFIG, export_config(hf_config, dtype, head))
         return cls.open(directory)
 
@@ -102,13 +100,7 @@ class HfExport:
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(explain("no export was laid out here", where=str(directory), do="create it first"))
-        table = {}
-        for path in paths:
-            header, start = _read_header(path)
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    table[name] = (path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        return cls(directory, table)
+        return cls(directory, {name: entry for path in paths for name, entry in read_header(path).items()})
 
     def write(self, params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], rank: Rank) -> None:
         """Write what ``rank`` owns: of what several ranks hold, the first one's; of a tied output layer, nothing.
@@ -117,12 +109,14 @@ class HfExport:
         """
         check_parameters(params, shards)
         with torch.no_grad():
-            files = {file: _map(self.directory / file) for file in {entry[0] for entry in self._table.values()}}
+            files = {file: _map(self.directory / file) for file in {entry.file for entry in self._entries.values()}}
             for name, shard in shards.items():
                 for source, target in shard.copies if shard.owned_by(rank) else ():
-                    file, dtype, shape, offset = self._table[source.name]
-                    tensor = torch.frombuffer(files[file], dtype=dtype, count=prod(shape), offset=offset).view(shape)
-                    tensor[as_slices(source.box)] = params[name].detach()[as_slices(target.box)].to(device="cpu", dtype=dtype)
+                    entry = self._entries[source.name]
+                    dtype, count = CODES[entry.code], prod(entry.shape)
+                    tensor = torch.frombuffer(files[entry.file], dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+                    numbers = params[name].detach()[as_slices(target.box)]
+                    tensor[as_slices(source.box)] = cast(numbers, dtype, f"{source.name} for {self.directory / entry.file}").cpu()
             for mapped in files.values():
                 mapped.flush()
 
@@ -202,42 +196,12 @@ def export_config(hf_config: Mapping, dtype: torch.dtype, head: str) -> dict:
     return config
 
 
-def _split(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, Shapes]:
-    """File name -> its tensors, in order, under the names that transformers gives."""
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    used = 0
-    for name, shape in shapes.items():
-        size = prod(shape) * dtypes[name].itemsize
-        if groups[-1] and used + size > shard_bytes:
-            groups.append({})
-            used = 0
-        groups[-1][name] = shape
-        used += size
-    if len(groups) == 1:
-        return {SINGLE_FILE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
-def _lay_out(path: Path, tensors: Shapes, dtypes: Dtypes) -> None:
-    """A safetensors file of full size whose numbers are all zero (https://github.com/huggingface/safetensors, "Format")."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in tensors.items():
-        begin, end = end, end + prod(shape) * dtypes[name].itemsize
-        header[name] = {"dtype": _CODES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the data begins aligned
+def _make(path: Path, header: bytes, size: int) -> None:
+    """A safetensors file of full size whose numbers are all zero."""
     with open(path, "xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(header)
         # Reserve the blocks now: a mapped write to a full disk is a bus error and kills the process.
-        os.posix_fallocate(file.fileno(), 0, 8 + len(encoded) + end)
-
-
-def _read_header(path: Path) -> tuple[dict, int]:
-    """The header, and the offset at which the data begins."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(size)), 8 + size
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from megarl.errors import ModelError, explain
-from megarl.weights.hf_reader import INDEX_FILE, SINGLE_FILE, HfReader
+from megarl.weights.casts import cast
+from megarl.weights.hf_reader import HfReader
 from megarl.weights.regions import as_slices, volume
 from megarl.weights.table import ParameterShard
-
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "check_parameters", "load_into"]
 
 
 def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, ParameterShard], hf_dir: str | Path) -> tuple[str, ...]:
@@ -21,7 +20,7 @@ def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, Parameter
 
     Numbers are cast to each parameter's dtype. Returns the parameters whose tensor the directory doesn't have and needn't (a
     value head over a language model): they are left as they are. Raises ModelError that names file and tensor when something
-    is missing, has another shape or is not finite.
+    is missing, has another shape, is not finite, or has no room in the parameter's dtype.
     """
     check_parameters(params, shards)
     absent = []
@@ -37,7 +36,7 @@ def load_into(params: Mapping[str, torch.Tensor], shards: Mapping[str, Parameter
             if sum(volume(copy.target.box) for copy in shard.copies) != parameter.numel():
                 parameter.zero_()
             for source, target in shard.copies:
-                parameter[as_slices(target.box)] = reader.read(source).to(parameter.dtype)
+                parameter[as_slices(target.box)] = cast(reader.read(source), parameter.dtype, f"{source.name} in {hf_dir}")
     return tuple(absent)
 
 

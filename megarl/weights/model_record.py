@@ -24,10 +24,11 @@ class ModelRecord:
     head: str  # "lm" | "value"
     dtype: str  # of most tensors
     tensor_dtypes: Mapping[str, str] = field(default_factory=dict)  # Hugging Face tensor -> its dtype, where it is another one
+    converted: bool = False  # from a Hugging Face directory, whose configuration and dtypes these are; else a run stored it as it computed
 
-    def dtype_of(self, tensor: str) -> str:
-        """The dtype of a Hugging Face tensor where it came from."""
-        return self.tensor_dtypes.get(tensor, self.dtype)
+    def dtype_of(self, tensor: str) -> str | None:
+        """The dtype of a Hugging Face tensor where it came from; None for a run's: each is as it was stored."""
+        return self.tensor_dtypes.get(tensor, self.dtype) if self.converted else None
 
     def write(self, directory: Path) -> None:
         """Write ``directory/model.json``, durably."""
@@ -36,6 +37,7 @@ class ModelRecord:
             "head": self.head,
             "dtype": self.dtype,
             "tensor_dtypes": dict(self.tensor_dtypes),
+            "converted": self.converted,
             "hf_config": dict(self.hf_config),
         }
         with open(directory / FILE, "w", encoding="utf-8") as file:
@@ -59,17 +61,18 @@ def read_record(directory: Path) -> ModelRecord:
                 do="name the directory that holds it, as RUN/checkpoints/step_N/actor",
             )
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
-    expected = {"hf_config": dict, "head": str, "dtype": str, "tensor_dtypes": dict}
+    expected = {"hf_config": dict, "head": str, "dtype": str, "tensor_dtypes": dict, "converted": bool}
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise _damaged(path, f"format {found.get('format')!r}" if isinstance(found, dict) else type(found).__name__)
+    found.setdefault("converted", bool(found.get("tensor_dtypes")))  # records of earlier builds: runs note no dtypes of tensors
     for key, kind in expected.items():
         if not isinstance(found.get(key), kind):
             raise _damaged(path, f"{key}: {found.get(key)!r}")
     names = [found["dtype"], *found["tensor_dtypes"].values()]
-    if found["head"] not in ("lm", "value") or any(name not in DTYPES for name in names):
-        raise _damaged(path, f"head {found['head']!r}, dtypes {sorted(set(map(str, names)))}")
+    if found["head"] not in ("lm", "value") or any(not isinstance(name, str) or name not in DTYPES for name in names):
+        raise _damaged(path, f"head {found['head']!r}, dtypes {', '.join(sorted(set(map(str, names)))[:8])}")
     return ModelRecord(**{key: found[key] for key in expected})
 
 

@@ -63,7 +63,7 @@ class Row:
     optional: bool = False  # absent from a language model's directory
     expert: bool = False  # one of the experts of a mixture, cut by expert parallelism
     float32: bool = False  # kept in float32 whatever the model's dtype
-    # The form in which some directories have all of ``hf`` in one tensor: experts along the first dimension, ``hf`` along the next.
+    # What directories with stacked experts have in place of ``hf``: one tensor, experts along the first dimension, ``hf`` along the next.
     stacked: HfTensor | None = None
 
     def name(self, spec: str, local_layer: int | None = None, local_expert: int | None = None) -> str:
@@ -203,17 +203,21 @@ class Family:
         return frozenset(t.region(*where).name for row, where in self._rows(hf_config, "lm") if row.float32 for t in row.hf)
 
     def stacked(self, hf_config: Mapping, *, head: str = "lm") -> dict[str, tuple[Region, tuple[int, ...]]]:
-        """Tensor -> the box of a stacked tensor that holds the same, with one dimension more in front, and that tensor's shape."""
+        """Tensor -> the box of another one that holds the same in directories with stacked experts, and that tensor's shape.
+
+        The box of an expert has one dimension more in front.
+        """
         found: dict[str, tuple[Region, tuple[int, ...]]] = {}
         for row, (sizes, layer, expert) in self._rows(hf_config, head):
-            if row.stacked is None or expert is None:
+            if row.stacked is None:
                 continue
             name, box = row.stacked.region(sizes, layer)
-            start = 0
+            start, place = 0, () if expert is None else ((expert, expert + 1),)
             for tensor in row.hf:
                 here, inner = tensor.region(sizes, layer, expert)
                 stop = start + inner[0][1]
-                found[here] = (Region(name, ((expert, expert + 1), (start, stop), *inner[1:])), box_shape(box))
+                if here != name:
+                    found[here] = (Region(name, (*place, (start, stop), *inner[1:])), box_shape(box))
                 start = stop
         return found
 

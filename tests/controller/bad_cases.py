@@ -185,7 +185,7 @@ CASES = (
     Case("weights half gone", _cut(WEIGHTS, 200000), 2, ("model.safetensors",)),
     Case("zero-byte weights", _file(WEIGHTS, ""), 2, ("model.safetensors",)),
     Case("another shape", _set(NORM, torch.ones(64)), 2, (NORM, "(64,)", "(128,)"), 0),
-    Case("a layer missing", lambda: change_json("model/config.json", num_hidden_layers=3), 2, ("layers.2",), 0),
+    Case("a layer missing", lambda: change_json("model/config.json", num_hidden_layers=3, layer_types=None), 2, ("layers.2",), 0),
     Case("layers left over", lambda: change_weights(_more_layers), 2, ("layers.2", "config.json"), 0),
     Case("a tensor left over", _set("adapter.weight", torch.ones(3)), 2, ("adapter.weight",), 0),
     Case("tied with another head", _set("lm_head.weight", torch.ones(33, 128)), 2, ("lm_head.weight", "tie_word_embeddings"), 0),

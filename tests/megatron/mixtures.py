@@ -112,10 +112,10 @@ def by_table(hf_config: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> d
     family = model_family(hf_config)
     stacked = family.stacked(hf_config)
     renamed = {}
-    for name in family.hf_tensors(hf_config):
+    for name, shape in family.hf_tensors(hf_config).items():
         if name in stacked:
             region, _ = stacked[name]
-            renamed[name] = found[region.name][tuple(slice(*b) for b in region.box)][0]
+            renamed[name] = found[region.name][tuple(slice(*b) for b in region.box)].reshape(shape)
         elif (here := name.replace("block_sparse_moe", "mlp").replace("embed_out", "lm_head")) in found:
             renamed[name] = found[here]
     return renamed

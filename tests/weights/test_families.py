@@ -117,7 +117,7 @@ def from_disk(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
 def test_experts_stacked_in_one_tensor_are_read_like_those_apart(name: str, tmp_path: Path) -> None:
     save_model(name, tmp_path / "apart")
     from_disk(tmp_path / "apart", torch.float32).save_pretrained(tmp_path / "stacked", save_original_format=False)

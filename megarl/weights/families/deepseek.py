@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megarl.weights.families.dense import HF, MEGATRON, ROTARY_BUFFERS, Biases, decoder_table, linear_row, mlp_rows, norm_row
+from megarl.weights.families.dense import HF, MEGATRON, ROTARY_BUFFERS, Biases, decoder_table, linear_row, mlp_rows, norm_row, tied_head
 from megarl.weights.families.dense import megatron_kwargs as dense_kwargs
 from megarl.weights.families.mixture import chosen_experts, expert_rows, mixture_kwargs, router_row
-from megarl.weights.families.read import cannot, check_rope, number_of, refuse, refuse_quantized, size_of
+from megarl.weights.families.read import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    bool_of,
+    cannot,
+    check_rope,
+    layers_of,
+    number_of,
+    refuse,
+    refuse_quantized,
+    size_of,
+    with_defaults,
+)
 from megarl.weights.ops import copy_op, gate_up
 from megarl.weights.sizes import ModelSizes
 from megarl.weights.table import Family, HfTensor, Row, Table
-
-_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 def _latent_row(megatron: str, hf: str, rows: str) -> Row:
@@ -55,32 +65,35 @@ _ROUTER_BIAS = Row(
 
 
 def _sizes(hf_config: Mapping) -> ModelSizes:
-    """``more``: lengths of queries, of keys and values before they are put together, and of the latents."""
+    """``hf_config``: without missing keys. ``more``: lengths of queries, of keys and values before they are put together, of latents."""
     refuse_quantized(hf_config, fp8=True)
-    refuse(hf_config, attention_bias=False, mlp_bias=False, moe_layer_freq=1)
     heads = size_of(hf_config, "num_attention_heads")
-    nope, rope = size_of(hf_config, "qk_nope_head_dim", 128), size_of(hf_config, "qk_rope_head_dim", 64)
-    value = size_of(hf_config, "v_head_dim", 128)
+    experts = size_of(hf_config, "n_routed_experts", most=MOST_EXPERTS)
+    refuse(hf_config, attention_bias=False, mlp_bias=False, moe_layer_freq=(1, None), num_key_value_heads=(heads, None))
+    refuse(hf_config, num_local_experts=experts)  # what transformers 5 called n_routed_experts for a while
+    nope, rope = size_of(hf_config, "qk_nope_head_dim"), size_of(hf_config, "qk_rope_head_dim")
+    if rope % 2:
+        raise cannot("qk_rope_head_dim", rope, "an even number: pairs of dimensions turn")
+    value = size_of(hf_config, "v_head_dim")
     expert_ffn = size_of(hf_config, "moe_intermediate_size")
     sizes = ModelSizes(
-        layers=size_of(hf_config, "num_hidden_layers"),
+        layers=layers_of(hf_config),
         hidden=size_of(hf_config, "hidden_size"),
         ffn=size_of(hf_config, "intermediate_size"),
         heads=heads,
         query_groups=heads,
         head_dim=nope + rope,
         vocab=size_of(hf_config, "vocab_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
-        # The key is n_routed_experts on disk, and num_local_experts in files that transformers 5 wrote.
-        experts=size_of(hf_config, "n_routed_experts" if "n_routed_experts" in hf_config else "num_local_experts"),
+        tied=bool_of(hf_config, "tie_word_embeddings"),
+        experts=experts,
         expert_ffn=expert_ffn,
         more={
             "query": heads * (nope + rope),
             "key_value": heads * (nope + value),
             "value": heads * value,
             "rope": rope,
-            "kv_lora": size_of(hf_config, "kv_lora_rank", 512),
-            "q_lora": hf_config.get("q_lora_rank") or 0,
+            "kv_lora": size_of(hf_config, "kv_lora_rank"),
+            "q_lora": 0 if hf_config["q_lora_rank"] is None else size_of(hf_config, "q_lora_rank"),  # null: no latent of queries
             "shared_ffn": expert_ffn * size_of(hf_config, "n_shared_experts"),
         },
     )
@@ -89,6 +102,7 @@ def _sizes(hf_config: Mapping) -> ModelSizes:
 
 
 def _table(hf_config: Mapping, *, router_bias: bool) -> Table:
+    hf_config = with_defaults(hf_config)
     sizes = _sizes(hf_config)
     attention = (
         norm_row("input_layernorm", "input_layernorm"),  # under Transformer Engine too: it stands before two linear layers
@@ -101,12 +115,12 @@ def _table(hf_config: Mapping, *, router_bias: bool) -> Table:
 
 def _dense_layers(hf_config: Mapping, sizes: ModelSizes) -> list[bool]:
     """Which layers have one MLP and no experts: the first few."""
-    first = hf_config.get("first_k_dense_replace", 0)
+    first = size_of(hf_config, "first_k_dense_replace", least=0)
     return [layer < first for layer in range(sizes.layers)]
 
 
 def _kwargs(hf_config: Mapping, *, sigmoid: bool) -> dict[str, dict]:
-    check_rope(hf_config, types=_ROPES)
+    check_rope(hf_config)
     sizes = _sizes(hf_config)
     groups, chosen_groups = _groups(hf_config, sizes)
     kwargs = dense_kwargs(sizes, hf_config, qk_norm=True)
@@ -128,14 +142,14 @@ def _kwargs(hf_config: Mapping, *, sigmoid: bool) -> dict[str, dict]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen_groups,
-        "moe_router_topk_scaling_factor": number_of(hf_config, "routed_scaling_factor", 1.0),
+        "moe_router_topk_scaling_factor": number_of(hf_config, "routed_scaling_factor", above=0),
     }
     return kwargs
 
 
 def _groups(hf_config: Mapping, sizes: ModelSizes) -> tuple[int | None, int | None]:
     """Groups of experts and how many of them a token may use; None where it may use all."""
-    if hf_config.get("n_group") is None or hf_config.get("topk_method") == "greedy":
+    if hf_config.get("topk_method") == "greedy":
         return None, None
     groups, chosen = size_of(hf_config, "n_group"), size_of(hf_config, "topk_group")
     if sizes.experts % groups or chosen > groups:
@@ -146,24 +160,37 @@ def _groups(hf_config: Mapping, sizes: ModelSizes) -> tuple[int | None, int | No
 
 
 def _kwargs2(hf_config: Mapping) -> dict[str, dict]:
+    hf_config = with_defaults(hf_config)
     # The Hub's own code renormalises with norm_topk_prob, transformers' doesn't: whose numbers would be right?
-    refuse(hf_config, norm_topk_prob=False, scoring_func="softmax", topk_method=("greedy", "group_limited_greedy"))
-    return _kwargs({"topk_method": "greedy"} | dict(hf_config), sigmoid=False)
+    refuse(hf_config, norm_topk_prob=(False, None), scoring_func="softmax", topk_method=("greedy", "group_limited_greedy"))
+    refuse(hf_config, rope_interleave=True)  # transformers doesn't read it for V2, and the layer of ours does
+    return _kwargs(hf_config, sigmoid=False)
 
 
 def _kwargs3(hf_config: Mapping) -> dict[str, dict]:
+    hf_config = with_defaults(hf_config)
     refuse(hf_config, scoring_func="sigmoid", topk_method="noaux_tc")
-    return _kwargs({"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5} | dict(hf_config), sigmoid=True)
+    refuse(hf_config, head_dim=size_of(hf_config, "qk_rope_head_dim"))  # transformers would turn so many dimensions
+    for key in ("norm_topk_prob", "rope_interleave"):  # the layers of ours read them
+        bool_of(hf_config, key, True)
+    kwargs = _kwargs(hf_config, sigmoid=True)
+    if kwargs["transformer"]["num_moe_experts"] < 2 * kwargs["transformer"]["moe_router_num_groups"]:
+        raise cannot("n_group", hf_config["n_group"], "groups of two experts at least: the best two stand for a group")
+    return kwargs
 
 
-def _unused(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
+def _unused2(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
+    return (ROTARY_BUFFERS, *tied_head(hf_config))
+
+
+def _unused3(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
     """Layers behind the last one predict further tokens: they are of use to speculative decoding alone."""
-    layers = size_of(hf_config, "num_hidden_layers")
-    extra = hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 1)) or 0
+    layers = layers_of(hf_config)
+    extra = size_of(with_defaults(hf_config), "num_nextn_predict_layers", 1, least=0, most=MOST_LAYERS)
     numbers = "|".join(str(layers + i) for i in range(extra))
     behind = ((rf"model\.layers\.({numbers})\..*", "a layer that predicts further tokens, which training has no use for"),) if extra else ()
-    return (ROTARY_BUFFERS, *behind)
+    return (ROTARY_BUFFERS, *tied_head(hf_config), *behind)
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", lambda hf_config: _table(hf_config, router_bias=False), _kwargs2)
-DEEPSEEK_V3 = Family("deepseek_v3", lambda hf_config: _table(hf_config, router_bias=True), _kwargs3, unused=_unused)
+DEEPSEEK_V2 = Family("deepseek_v2", lambda hf_config: _table(hf_config, router_bias=False), _kwargs2, unused=_unused2)
+DEEPSEEK_V3 = Family("deepseek_v3", lambda hf_config: _table(hf_config, router_bias=True), _kwargs3, unused=_unused3)

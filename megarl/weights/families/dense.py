@@ -9,13 +9,27 @@ from typing import Any
 import torch.nn.functional as F
 
 from megarl.weights.architecture import Architecture
-from megarl.weights.families.read import cannot, check_rope, number_of, refuse, refuse_quantized, rope_value, size_of
+from megarl.weights.families.read import (
+    bool_of,
+    cannot,
+    check_rope,
+    check_taken,
+    layers_of,
+    may_be_null,
+    number_of,
+    refuse,
+    refuse_quantized,
+    rope_of,
+    size_of,
+    with_defaults,
+)
 from megarl.weights.ops import Op, copy_op, gate_up, pad_vocabulary, qkv_by_group
 from megarl.weights.sizes import ModelSizes
 from megarl.weights.table import FIRST, LAST, Family, HfTensor, Row, Table
 
 MEGATRON = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")  # flags of config.json
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq", "rotary frequencies, which follow from config.json")
 
 
@@ -106,16 +120,25 @@ def dense_family(
     qk_norm: bool = False,
     windows: Callable[[Mapping], tuple[int | None, ...]] = lambda hf_config: (),
 ) -> Family:
-    """A family of Llama's shape, perhaps with biases, with norms of query and key, or with layers that see a window alone."""
+    """A family of Llama's shape, perhaps with biases, with norms of query and key, or with layers that see a window alone.
+
+    ``biases`` is given a configuration without missing keys whose flags are flags.
+    """
+
+    def read_biases(hf_config: Mapping) -> Biases:
+        full = with_defaults(hf_config)
+        for key in BIASES:
+            bool_of(full, key, False)
+        return biases(full)
 
     def table(hf_config: Mapping) -> Table:
-        sizes, has = read_sizes(hf_config), biases(hf_config)
+        sizes, has = read_sizes(hf_config), read_biases(hf_config)
         layer = (INPUT_NORM, *attention_rows(has, qk_norm=qk_norm), MLP_NORM, *mlp_rows(has))
         return decoder_table(sizes, (layer,) * sizes.layers)
 
     def kwargs(hf_config: Mapping) -> dict[str, dict[str, Any]]:
         check_rope(hf_config)
-        return megatron_kwargs(read_sizes(hf_config), hf_config, biases=biases(hf_config), qk_norm=qk_norm)
+        return megatron_kwargs(read_sizes(hf_config), hf_config, biases=read_biases(hf_config), qk_norm=qk_norm)
 
     return Family(
         model_type,
@@ -128,36 +151,45 @@ def dense_family(
 
 def tied_head(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
     """What is unused where the output layer is the embedding."""
-    return ((r"lm_head\.weight", "tied: it is the embedding"),) if hf_config.get("tie_word_embeddings", False) else ()
+    return ((r"lm_head\.weight", "tied: it is the embedding"),) if bool_of(with_defaults(hf_config), "tie_word_embeddings") else ()
 
 
 def read_sizes(hf_config: Mapping, **more: int) -> ModelSizes:
     """Lengths of a model. Raises ModelError naming a key that is no length, or weights that are stored quantized."""
     refuse_quantized(hf_config)
+    hf_config = with_defaults(hf_config)
     heads, hidden = size_of(hf_config, "num_attention_heads"), size_of(hf_config, "hidden_size")
-    groups = size_of(hf_config, "num_key_value_heads", heads)
+    groups = heads if _is_left_open(hf_config, "num_key_value_heads") else size_of(hf_config, "num_key_value_heads")
     if heads % groups:
         raise cannot("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
-    if hf_config.get("head_dim") is None and hidden % heads:
+    if not (follows := _is_left_open(hf_config, "head_dim")):
+        head_dim = size_of(hf_config, "head_dim")
+    elif hidden % heads:
         raise cannot("hidden_size", hidden, f"a multiple of num_attention_heads = {heads}, or a head_dim")
     return ModelSizes(
-        layers=size_of(hf_config, "num_hidden_layers"),
+        layers=layers_of(hf_config),
         hidden=hidden,
         ffn=size_of(hf_config, "intermediate_size"),
         heads=heads,
         query_groups=groups,
-        head_dim=size_of(hf_config, "head_dim", hidden // heads),
+        head_dim=hidden // heads if follows else head_dim,
         vocab=size_of(hf_config, "vocab_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=bool_of(hf_config, "tie_word_embeddings"),
         more=more,
     )
 
 
+def _is_left_open(hf_config: Mapping, key: str) -> bool:
+    """Whether a length follows from others: the key is missing and its class has no number for it, or null where it may be."""
+    return hf_config.get(key) is None and (key not in hf_config or may_be_null(hf_config, key))
+
+
 def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, biases: Biases = Biases(), qk_norm: bool = False) -> dict[str, dict]:
     """Arguments of megatron-core's TransformerConfig and GPTModel."""
+    hf_config = with_defaults(hf_config)
     refuse(hf_config, hidden_act="silu")
-    if biases.projection != biases.mlp:
-        raise cannot("mlp_bias", biases.mlp, f"as attention_bias = {biases.projection}: megatron-core has both or neither")
+    _check_biases(biases, hf_config)
+    check_taken(hf_config)
     transformer = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
@@ -165,7 +197,7 @@ def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, biases: Biases = B
         "num_attention_heads": sizes.heads,
         "num_query_groups": sizes.query_groups,
         "kv_channels": sizes.head_dim,
-        "layernorm_epsilon": number_of(hf_config, "rms_norm_eps"),
+        "layernorm_epsilon": number_of(hf_config, "rms_norm_eps", above=0),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -177,8 +209,22 @@ def megatron_kwargs(sizes: ModelSizes, hf_config: Mapping, *, biases: Biases = B
         "vocab_size": sizes.vocab,
         "max_sequence_length": size_of(hf_config, "max_position_embeddings"),
         "position_embedding_type": "rope",
-        "rotary_base": rope_value(hf_config, "rope_theta", 10000.0),
+        "rotary_base": number_of(rope_of(hf_config), "rope_theta", above=1),
         "rotary_percent": 1.0,
         "share_embeddings_and_output_weights": sizes.tied,
     }
     return {"transformer": transformer, "model": model}
+
+
+def _check_biases(biases: Biases, hf_config: Mapping) -> None:
+    """megatron-core has biases of attention's output and of the MLP, or neither, and with them those of query, key and value.
+
+    Raises ModelError naming the key that asks for another choice.
+    """
+    if biases.mlp and not biases.projection:
+        raise cannot("mlp_bias", True, "false, or a bias of attention's output too: megatron-core has both or neither")
+    if biases.projection and not biases.mlp:
+        key = "attention_out_bias" if hf_config.get("attention_out_bias") else "attention_bias"
+        raise cannot(key, True, "false, or a bias of the MLP too, where the family has one: megatron-core has both or neither")
+    if biases.mlp and not biases.qkv:
+        raise cannot("attention_bias", False, "true, as mlp_bias: megatron-core has biases of all linear layers then")

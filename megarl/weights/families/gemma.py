@@ -24,8 +24,22 @@ from megarl.weights.families.dense import (
     read_sizes,
     tied_head,
 )
-from megarl.weights.families.read import cannot, check_rope, number_of, refuse, rope_value, size_of, sliding_layers
-from megarl.weights.sizes import ModelSizes
+from megarl.weights.families.llama import attention_biases
+from megarl.weights.families.read import (
+    cannot,
+    check_rope,
+    check_rope_set,
+    check_taken,
+    default_theta,
+    layers_of,
+    number_of,
+    refuse,
+    size_of,
+    sliding_layers,
+    whole_heads,
+    windows_of,
+    with_defaults,
+)
 from megarl.weights.table import Family, Table
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -33,21 +47,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 GELU_TANH = partial(F.gelu, approximate="tanh")
 
 
-def _with_defaults(hf_config: Mapping) -> dict[str, Any]:
-    """transformers leaves out of config.json what it takes for given."""
-    defaults = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-    return defaults | dict(hf_config)
-
-
-def _sizes(hf_config: Mapping) -> ModelSizes:
-    return read_sizes(_with_defaults(hf_config))
-
-
 def _table(hf_config: Mapping, *, qk_norm: bool) -> Table:
-    sizes = _sizes(hf_config)
+    sizes = read_sizes(hf_config)
     layer = (
         INPUT_NORM,
-        *attention_rows(_biases(hf_config), qk_norm=qk_norm),
+        *attention_rows(attention_biases(hf_config), qk_norm=qk_norm),
         norm_row("post_attention_layernorm", "post_attention_layernorm"),
         norm_row("pre_mlp_layernorm", "pre_feedforward_layernorm", te="mlp.linear_fc1.layer_norm"),
         *mlp_rows(Biases()),
@@ -56,15 +60,10 @@ def _table(hf_config: Mapping, *, qk_norm: bool) -> Table:
     return decoder_table(sizes, (layer,) * sizes.layers)
 
 
-def _biases(hf_config: Mapping) -> Biases:
-    attention = bool(hf_config.get("attention_bias", False))
-    return Biases(qkv=attention, projection=attention)
-
-
 def _kwargs(hf_config: Mapping, *, qk_norm: bool) -> dict[str, dict]:
-    refuse(hf_config, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
-    full = _with_defaults(hf_config) | {"hidden_act": "silu"}  # the key of other families, which these don't read
-    kwargs = megatron_kwargs(_sizes(hf_config), full, biases=_biases(hf_config), qk_norm=qk_norm)
+    refuse(with_defaults(hf_config), hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=(False, None))
+    full = dict(hf_config) | {"hidden_act": "silu"}  # the key of other families, which these don't read
+    kwargs = megatron_kwargs(read_sizes(hf_config), full, biases=attention_biases(hf_config), qk_norm=qk_norm)
     kwargs["transformer"] |= {"activation_func": GELU_TANH, "layernorm_zero_centered_gamma": True}
     return kwargs
 
@@ -75,70 +74,77 @@ def _kwargs2(hf_config: Mapping) -> dict[str, dict]:
 
 
 def _kwargs3(hf_config: Mapping) -> dict[str, dict]:
-    refuse(hf_config, attn_logit_softcapping=())  # transformers reads it for Gemma 2 alone
-    for name, rope in _ropes(hf_config).items():
-        if rope.get("rope_type", rope.get("type", "default")) not in ("default", "linear"):
-            raise cannot(f"rope_parameters.{name}", rope, "rope_type default or linear")
-    kwargs = _kwargs(hf_config, qk_norm=True)
-    kwargs["model"]["rotary_base"] = rope_value(_ropes(hf_config)[_FULL], "rope_theta", 1e6)
-    return kwargs
+    refuse(hf_config, attn_logit_softcapping=(None,))  # transformers reads it for Gemma 2 alone
+    full = _ropes(hf_config)[_FULL]
+    _pattern(hf_config)
+    check_taken(hf_config)
+    one = {"rope_parameters": None, "rope_scaling": None, "rope_theta": full["rope_theta"]}
+    return _kwargs({**hf_config, **one}, qk_norm=True)
 
 
-def _ropes(hf_config: Mapping) -> dict[str, Mapping]:
+def _ropes(hf_config: Mapping) -> dict[str, dict]:
     """Rotary positions by layer type, as transformers 5 writes them; older files have one set and a base for sliding layers."""
-    nested = hf_config.get("rope_parameters")
-    if nested is None:
-        scaled = hf_config.get("rope_scaling") or {}
-        return {_FULL: {"rope_theta": hf_config.get("rope_theta", 1e6)} | dict(scaled), _SLIDING: {}}
-    if not isinstance(nested, Mapping) or not all(isinstance(nested.get(name), Mapping) for name in (_FULL, _SLIDING)):
+    nested, scaling = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
+    if nested is not None and not (
+        isinstance(nested, Mapping) and all(isinstance(nested.get(name), Mapping) for name in (_FULL, _SLIDING))
+    ):
         raise cannot("rope_parameters", nested, f"one set for {_FULL} and one for {_SLIDING}")
-    return {name: nested[name] for name in (_FULL, _SLIDING)}
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise cannot("rope_scaling", scaling, "one set of rotary positions")
+    if nested and scaling and {**nested[_FULL], **scaling} != nested[_FULL]:
+        raise cannot("rope_scaling", scaling, f"no other positions than rope_parameters = {nested!r}")
+    # Two parts of heads would be two too many: transformers scales by one and not by the other.
+    whole_heads({"partial_rotary_factor": 1.0 if (part := hf_config.get("partial_rotary_factor")) is None else part})
+    bases, sets = default_theta(hf_config), nested or {_FULL: scaling or {}, _SLIDING: {}}
+    full = {"rope_theta": hf_config.get("rope_theta", bases["global"]), **sets[_FULL]}
+    local = {"rope_theta": hf_config.get("rope_local_base_freq", bases["local"]), **sets[_SLIDING]}
+    for name, rope in ((_FULL, full), (_SLIDING, local)):
+        check_rope_set(rope, types=("default", "linear"), where=f"rope_parameters.{name}")
+        whole_heads(rope)
+        if "type" in rope and rope["type"] != rope.get("rope_type"):
+            raise cannot(f"rope_parameters.{name}.type", rope["type"], "rope_type, which is what transformers reads of this family")
+    return {_FULL: full, _SLIDING: local}
 
 
 def _sliding(hf_config: Mapping, pattern: int) -> tuple[bool, ...]:
     """Every ``pattern``-th layer sees all, where config.json doesn't say otherwise."""
-    return sliding_layers(hf_config, [bool((layer + 1) % pattern) for layer in range(size_of(hf_config, "num_hidden_layers"))])
+    return sliding_layers(hf_config, [bool((layer + 1) % pattern) for layer in range(layers_of(hf_config))])
+
+
+def _pattern(hf_config: Mapping) -> int:
+    return size_of(hf_config, "sliding_window_pattern", 6)
 
 
 def _architecture(hf_config: Mapping, sliding: tuple[bool, ...], **others: Any) -> Architecture:
-    config = _with_defaults(hf_config)
-    window = config["sliding_window"]
+    """``hf_config``: without missing keys."""
     return Architecture(
         block=SANDWICH,
-        windows=() if window is None else tuple(size_of(config, "sliding_window") if s else None for s in sliding),
-        attention_scale=number_of(config, "query_pre_attn_scalar") ** -0.5,
-        embedding_scale=size_of(config, "hidden_size") ** 0.5,
+        windows=windows_of(hf_config, sliding, hf_config["sliding_window"]),
+        attention_scale=size_of(hf_config, "query_pre_attn_scalar") ** -0.5,
+        embedding_scale=size_of(hf_config, "hidden_size") ** 0.5,
+        output_softcap=_cap(hf_config, "final_logit_softcapping"),
         **others,
     )
 
 
 def _architecture2(hf_config: Mapping) -> Architecture:
-    return _architecture(
-        hf_config,
-        _sliding(hf_config, 2),
-        attention_softcap=_cap(hf_config, "attn_logit_softcapping", 50.0),
-        output_softcap=_cap(hf_config, "final_logit_softcapping", 30.0),
-    )
+    full = with_defaults(hf_config)
+    return _architecture(full, _sliding(full, 2), attention_softcap=_cap(full, "attn_logit_softcapping"))
 
 
 def _architecture3(hf_config: Mapping) -> Architecture:
-    sliding = _sliding(hf_config, hf_config.get("sliding_window_pattern", 6))
-    return _architecture(
-        hf_config,
-        sliding,
-        ropes=tuple(_SLIDING if s else _FULL for s in sliding),
-        output_softcap=_cap(hf_config, "final_logit_softcapping", None),
-    )
+    full = with_defaults(hf_config)
+    sliding = _sliding(full, _pattern(full))
+    return _architecture(full, sliding, ropes=tuple(_SLIDING if s else _FULL for s in sliding))
 
 
-def _cap(hf_config: Mapping, key: str, default: float | None) -> float | None:
-    """A missing key is the family's default, null is none."""
-    value = hf_config.get(key, default)
-    return None if value is None else number_of({key: value}, key)
+def _cap(hf_config: Mapping, key: str) -> float | None:
+    """Null is none."""
+    return None if hf_config[key] is None else number_of(hf_config, key, above=0)
 
 
 def _unused(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
-    return (ROTARY_BUFFERS, *tied_head(_with_defaults(hf_config)))
+    return (ROTARY_BUFFERS, *tied_head(hf_config))
 
 
 GEMMA2 = Family("gemma2", partial(_table, qk_norm=False), _kwargs2, _architecture2, unused=_unused)

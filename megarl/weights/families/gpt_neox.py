@@ -8,7 +8,22 @@ import torch.nn.functional as F
 
 from megarl.weights.architecture import PARALLEL, SEQUENTIAL, Architecture
 from megarl.weights.families.dense import VALUE_HEAD
-from megarl.weights.families.read import cannot, check_rope, number_of, refuse, refuse_quantized, rope_value, size_of
+from megarl.weights.families.read import (
+    ROPE_TYPES,
+    bool_of,
+    cannot,
+    check_original,
+    check_rope_set,
+    check_taken,
+    layers_of,
+    number_of,
+    refuse,
+    refuse_quantized,
+    rope_of,
+    size_of,
+    turned_part,
+    with_defaults,
+)
 from megarl.weights.ops import copy_op, pad_vocabulary
 from megarl.weights.sizes import ModelSizes
 from megarl.weights.table import FIRST, LAST, Family, HfTensor, Row, Table
@@ -57,20 +72,20 @@ _BUFFERS = r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv
 
 def _sizes(hf_config: Mapping) -> ModelSizes:
     refuse_quantized(hf_config)
-    if not hf_config.get("attention_bias", True):
-        raise cannot("attention_bias", False, "true")
+    hf_config = with_defaults(hf_config)
+    refuse(hf_config, attention_bias=True)
     heads, hidden = size_of(hf_config, "num_attention_heads"), size_of(hf_config, "hidden_size")
     if hidden % heads:
         raise cannot("hidden_size", hidden, f"a multiple of num_attention_heads = {heads}")
     return ModelSizes(
-        layers=size_of(hf_config, "num_hidden_layers"),
+        layers=layers_of(hf_config),
         hidden=hidden,
         ffn=size_of(hf_config, "intermediate_size"),
         heads=heads,
         query_groups=heads,
         head_dim=hidden // heads,
         vocab=size_of(hf_config, "vocab_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=bool_of(hf_config, "tie_word_embeddings"),
         more={"qkv": 3 * hidden},
     )
 
@@ -92,9 +107,15 @@ def _table(hf_config: Mapping) -> Table:
 
 
 def _kwargs(hf_config: Mapping) -> dict[str, dict]:
-    check_rope(hf_config, partial=True)
-    refuse(hf_config, hidden_act="gelu")
+    hf_config = with_defaults(hf_config)
     sizes = _sizes(hf_config)
+    # The class has no head_dim, and its rotary positions would take one.
+    refuse(hf_config, hidden_act="gelu", head_dim=(sizes.head_dim, None))
+    rope = rope_of(hf_config, theta="rotary_emb_base", part="rotary_pct", rest=0.25)  # names of its own: others aren't read
+    check_rope_set(rope, types=ROPE_TYPES)
+    if rope["rope_type"] in ("llama3", "yarn"):
+        check_original(hf_config, rope)
+    check_taken(hf_config)
     transformer = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
@@ -102,7 +123,7 @@ def _kwargs(hf_config: Mapping) -> dict[str, dict]:
         "num_attention_heads": sizes.heads,
         "num_query_groups": sizes.query_groups,
         "kv_channels": sizes.head_dim,
-        "layernorm_epsilon": number_of(hf_config, "layer_norm_eps", 1e-5),
+        "layernorm_epsilon": number_of(hf_config, "layer_norm_eps", above=0),
         "normalization": "LayerNorm",
         "gated_linear_unit": False,
         "activation_func": F.gelu,
@@ -113,22 +134,27 @@ def _kwargs(hf_config: Mapping) -> dict[str, dict]:
         "vocab_size": sizes.vocab,
         "max_sequence_length": size_of(hf_config, "max_position_embeddings"),
         "position_embedding_type": "rope",
-        "rotary_base": rope_value(hf_config, "rope_theta", 10000.0, "rotary_emb_base"),
-        "rotary_percent": rope_value(hf_config, "partial_rotary_factor", 0.25, "rotary_pct"),
+        "rotary_base": number_of(rope, "rope_theta", above=1),
+        "rotary_percent": turned_part(rope, sizes.head_dim),
         "share_embeddings_and_output_weights": sizes.tied,
     }
     return {"transformer": transformer, "model": model}
 
 
 def _unused(hf_config: Mapping) -> tuple[tuple[str, str], ...]:
-    tied = ((r"embed_out\.weight", "tied: it is the embedding"),) if hf_config.get("tie_word_embeddings", False) else ()
-    return ((_BUFFERS, "mask and rotary frequencies, which follow from config.json"), *tied)
+    tied = bool_of(with_defaults(hf_config), "tie_word_embeddings")
+    output = ((r"embed_out\.weight", "tied: it is the embedding"),) if tied else ()
+    return ((_BUFFERS, "mask and rotary frequencies, which follow from config.json"), *output)
+
+
+def _architecture(hf_config: Mapping) -> Architecture:
+    return Architecture(block=PARALLEL if bool_of(with_defaults(hf_config), "use_parallel_residual") else SEQUENTIAL)
 
 
 GPT_NEOX = Family(
     "gpt_neox",
     _table,
     _kwargs,
-    lambda hf_config: Architecture(block=PARALLEL if hf_config.get("use_parallel_residual", True) else SEQUENTIAL),
+    _architecture,
     unused=_unused,
 )

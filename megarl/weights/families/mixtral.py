@@ -15,18 +15,20 @@ from megarl.weights.families.dense import (
     megatron_kwargs,
     norm_row,
     read_sizes,
+    tied_head,
 )
 from megarl.weights.families.mistral import window_everywhere
 from megarl.weights.families.mixture import chosen_experts, expert_rows, mixture_kwargs, router_row
-from megarl.weights.families.read import check_rope, size_of
+from megarl.weights.families.read import MOST_EXPERTS, check_rope, size_of, with_defaults
 from megarl.weights.sizes import ModelSizes
 from megarl.weights.table import Family, Table
 
 
 def _sizes(hf_config: Mapping) -> ModelSizes:
-    sizes = read_sizes(hf_config)
-    sizes = replace(sizes, experts=size_of(hf_config, "num_local_experts", 8), expert_ffn=sizes.ffn)
-    chosen_experts(hf_config, sizes, 2)
+    full = with_defaults(hf_config)
+    sizes = read_sizes(full)
+    sizes = replace(sizes, experts=size_of(full, "num_local_experts", most=MOST_EXPERTS), expert_ffn=sizes.ffn)
+    chosen_experts(full, sizes)
     return sizes
 
 
@@ -44,9 +46,9 @@ def _table(hf_config: Mapping) -> Table:
 
 def _kwargs(hf_config: Mapping) -> dict[str, dict]:
     check_rope(hf_config)
-    sizes, hf_config = _sizes(hf_config), {"rope_theta": 1e6, "num_experts_per_tok": 2} | dict(hf_config)  # its own defaults
+    sizes = _sizes(hf_config)
     kwargs = megatron_kwargs(sizes, hf_config)
-    kwargs["transformer"] |= mixture_kwargs(hf_config, sizes)
+    kwargs["transformer"] |= mixture_kwargs(with_defaults(hf_config), sizes)
     return kwargs
 
 
@@ -55,5 +57,5 @@ MIXTRAL = Family(
     _table,
     _kwargs,
     lambda hf_config: Architecture(windows=window_everywhere(hf_config)),
-    unused=lambda hf_config: (ROTARY_BUFFERS,),
+    unused=lambda hf_config: (ROTARY_BUFFERS, *tied_head(hf_config)),
 )

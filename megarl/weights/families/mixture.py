@@ -32,12 +32,14 @@ def expert_rows(hf: str, names: tuple[str, str, str]) -> tuple[Row, ...]:
 
 def router_row(hf: str) -> Row:
     """The router's weight, whole on every rank."""
-    return Row(MEGATRON + "mlp.router.weight", (HfTensor(f"{HF}{hf}gate.weight", ("experts", "hidden")),), copy_op, None)
+    dims = ("experts", "hidden")
+    return Row(MEGATRON + "mlp.router.weight", (HfTensor(f"{HF}{hf}gate.weight", dims),), copy_op, None,
+               stacked=HfTensor(f"{HF}mlp.gate.weight", dims))  # fmt: skip
 
 
-def chosen_experts(hf_config: Mapping, sizes: ModelSizes, default: int | None = None) -> int:
+def chosen_experts(hf_config: Mapping, sizes: ModelSizes) -> int:
     """``num_experts_per_tok``, at most the number of experts."""
-    chosen = size_of(hf_config, "num_experts_per_tok", default)
+    chosen = size_of(hf_config, "num_experts_per_tok")
     if chosen > sizes.experts:
         raise cannot("num_experts_per_tok", chosen, f"at most {sizes.experts}, the number of experts")
     return chosen

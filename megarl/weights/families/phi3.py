@@ -18,7 +18,7 @@ from megarl.weights.families.dense import (
     tied_head,
 )
 from megarl.weights.families.mistral import window_everywhere
-from megarl.weights.families.read import check_rope, rope_value
+from megarl.weights.families.read import cannot, check_original, check_rope_set, number_of, rope_of, size_of, turned_part, with_defaults
 from megarl.weights.ops import gate_up, qkv_by_group
 from megarl.weights.table import Family, HfTensor, Row, Table
 
@@ -42,10 +42,28 @@ def _table(hf_config: Mapping) -> Table:
 
 
 def _kwargs(hf_config: Mapping) -> dict[str, dict]:
-    check_rope(hf_config, types=_ROPES, partial=True)
-    kwargs = megatron_kwargs(read_sizes(hf_config), hf_config)
-    kwargs["model"]["rotary_percent"] = rope_value(hf_config, "partial_rotary_factor", 1.0)
+    rope, sizes = rope_of(hf_config), read_sizes(hf_config)
+    part = turned_part(rope, sizes.head_dim)
+    check_rope_set(rope, types=_ROPES)
+    if rope["rope_type"] != "default":
+        _check_long(hf_config, rope, part)
+    kwargs = megatron_kwargs(sizes, hf_config)
+    kwargs["model"]["rotary_percent"] = part
     return kwargs
+
+
+def _check_long(hf_config: Mapping, rope: Mapping, part: float) -> None:
+    """LongRoPE needs a factor for each pair of dimensions, of short and of long sequences."""
+    pairs = int(size_of(hf_config, "hidden_size") // size_of(hf_config, "num_attention_heads") * part) // 2
+    for key in ("short_factor", "long_factor"):
+        factors = rope.get(key)
+        if not isinstance(factors, list) or len(factors) != pairs:
+            raise cannot(key, factors, f"{pairs} numbers, one for each pair of dimensions that turn")
+        for factor in factors:
+            number_of({key: factor}, key, above=0)
+    if rope.get("factor") is not None:
+        number_of(rope, "factor", above=0)
+    check_original(with_defaults(hf_config), rope)
 
 
 PHI3 = Family(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.weights.families.dense import Biases, dense_family
-from megarl.weights.families.read import size_of, sliding_layers
+from megarl.weights.families.read import bool_of, layers_of, size_of, sliding_layers, windows_of, with_defaults
 
 
 def windows_above(hf_config: Mapping) -> tuple[int | None, ...]:
-    """With ``use_sliding_window``: a window in the layers from ``max_window_layers`` on, or where ``layer_types`` says so."""
-    if not hf_config.get("use_sliding_window", False):
-        return ()
-    layers, first = size_of(hf_config, "num_hidden_layers"), hf_config.get("max_window_layers", 28)
-    sliding = sliding_layers(hf_config, [layer >= first for layer in range(layers)])
-    window = size_of(hf_config, "sliding_window", 4096)
-    return tuple(window if s else None for s in sliding)
+    """With ``use_sliding_window``: a window in the layers from ``max_window_layers`` on, or where ``layer_types`` says so.
+
+    Null is no window.
+    """
+    hf_config = with_defaults(hf_config)
+    window = hf_config["sliding_window"] if bool_of(hf_config, "use_sliding_window") else None
+    first = size_of(hf_config, "max_window_layers", least=0)
+    above = [window is not None and layer >= first for layer in range(layers_of(hf_config))]
+    return windows_of(hf_config, sliding_layers(hf_config, above), window)
 
 
 QWEN2 = dense_family("qwen2", biases=lambda hf_config: Biases(qkv=True), windows=windows_above)
