@@ -122,7 +122,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 def other_weights(root: Path) -> dict[str, str]:
     """Safetensors files that belong to the model and are not read -> why. Raises ModelError for one that nothing names."""
-    others = sorted(path.name for path in root.glob("*.safetensors") if path.name not in {*weight_files(root), *_ADAPTERS})
+    known = {*weight_files(root), *_ADAPTERS}
+    others = sorted(path.name for path in root.glob("*.safetensors") if path.name not in known)
     if strangers := [name for name in others if not name.startswith("consolidated")]:
         raise ModelError(
             explain(
