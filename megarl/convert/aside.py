@@ -1,7 +1,8 @@
 """A directory in the making: written aside, resumable, and renamed when it is whole.
 
 ``OUT.partial`` holds a journal: one line that says what is being made of what, then one a finished group. A group counts once its line is
-durable, which is after its data. An interrupted conversion goes on behind the last one.
+durable, which is after its data. An interrupted conversion goes on behind the last one. The journal goes last, after the renaming: one that
+a stop leaves in a whole ``OUT`` says nothing, and nothing reads it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megarl.errors import CheckpointError, explain
+from megarl.errors import CheckpointError, ConfigError, MegarlError, explain
 
 SUFFIX = ".partial"
-_JOURNAL = "journal.jsonl"
+JOURNAL = "journal.jsonl"
 _SPARE = 64 << 20  # bytes beyond what is written, for tables of contents and tokenizers
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a file may not become so large"}
 
@@ -47,18 +48,9 @@ class Aside:
         with self.guarded(self.path):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             check_room(self.out.parent, needed - (_used(self.path) if self.path.is_dir() else 0))
-            fresh = not self.path.is_dir()
+            _refuse_foreign(self.path)
             self.path.mkdir(exist_ok=True)
-            if not fresh and any(self.path.iterdir()) and not (self.path / _JOURNAL).is_file():
-                raise CheckpointError(
-                    explain(
-                        "something else stands where the conversion would be written aside",
-                        where=str(self.path),
-                        expected="no such directory, or one that an interrupted conversion left",
-                        do="move it, or name another output",
-                    )
-                )
-            self._journal = open(self.path / _JOURNAL, "a+b", buffering=0)  # noqa: SIM115 - closed by __exit__
+            self._journal = open(self.path / JOURNAL, "a+b", buffering=0)  # noqa: SIM115 - closed by __exit__
             self._lock()
             noted = self._read()
             resumed = bool(noted) and noted[0] == plain
@@ -74,15 +66,37 @@ class Aside:
     def finished(self, group: int, noted: Any = None) -> None:
         """Note, durably, that a group's data are on disk."""
         self.groups[group] = noted
-        with self.guarded(self.path / _JOURNAL):
+        with self.guarded(self.path / JOURNAL):
             self._note({"group": group, "noted": noted})
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove all but ``names`` and the journal: what an earlier attempt wrote of a source that had other files then."""
+        with self.guarded(self.path):
+            for path in self.path.iterdir():
+                if path.name not in names and path.name != JOURNAL:
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+
+    def check(self, verify: Callable[[], object]) -> None:
+        """Have what is whole looked at before it gets its name. After an error of ``verify`` the next attempt begins anew."""
+        try:
+            verify()
+        except MegarlError as error:
+            with self.guarded(self.path / JOURNAL):
+                self._journal.truncate(0)
+                os.fsync(self._journal.fileno())
+            self.groups = {}
+            note = f"nothing was put at {self.out}; what was written is in {self.path}: don't use it. The same command begins again"
+            raise type(error)(f"{error}\n  left:     {note}") from error
 
     def publish(self) -> None:
         """Make everything durable and give the directory its name. Raises CheckpointError where that is taken."""
         with self.guarded(self.path):
             for path in [*self.path.rglob("*"), self.path]:
                 to_disk(path)
-            if self.out.exists():
+            if os.path.lexists(self.out):
                 raise CheckpointError(
                     explain(
                         "something appeared at the output's name meanwhile",
@@ -93,16 +107,17 @@ class Aside:
                 )
             os.rename(self.path, self.out)
             to_disk(self.out.parent)
-            (self.out / _JOURNAL).unlink()
+            (self.out / JOURNAL).unlink()
 
     @contextmanager
     def guarded(self, file: Path) -> Iterator[None]:
         """Raise CheckpointError, which names the file, for what the disk refuses inside."""
         try:
             yield
+        except BrokenPipeError:
+            raise  # of the progress: nobody reads it any more
         except OSError as error:
-            full = _FULL.get(error.errno or 0)
-            place = next(p for p in (file, *file.parents) if p.exists())
+            full, place = _FULL.get(error.errno or 0), existing(file)
             raise CheckpointError(
                 explain(
                     full or "the output can't be written",
@@ -141,17 +156,11 @@ class Aside:
     def _note(self, line: Any) -> None:
         text = json.dumps(line).encode() + b"\n"
         if self._journal.write(text) != len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / _JOURNAL))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / JOURNAL))
         os.fsync(self._journal.fileno())
 
     def _empty(self) -> None:
-        for path in self.path.iterdir():
-            if path.name == _JOURNAL:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        self.keep_only(())
         self._journal.truncate(0)
 
     def __enter__(self) -> Aside:
@@ -162,9 +171,68 @@ class Aside:
             self._journal.close()
 
 
+def check_output(out: Path) -> None:
+    """Raise CheckpointError where something stands at ``out``, or where none can be made under that name."""
+    if os.path.lexists(out):
+        raise CheckpointError(
+            explain("the directory to write exists already; nothing was changed", where=str(out), do="name a new one, or move this one")
+        )
+    if out.name == "..":
+        raise CheckpointError(explain("the output has no name of its own", where=str(out), do="name a new one"))
+    if out.name.endswith(SUFFIX):
+        raise CheckpointError(explain("a name for conversions that didn't end", where=str(out), expected=f"one without {SUFFIX}"))
+    aside = Aside(out).path
+    try:
+        os.lstat(aside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            explain("the output can't be written", where=str(aside), got=error.strerror or error, do="name another output")
+        ) from error
+    _refuse_foreign(aside)
+
+
+def refuse_inside(out: Path, source: Path) -> None:
+    """Raise ConfigError for an ``out`` in a directory that it is made of, which would copy itself, or the other way round."""
+    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    aside = there.with_name(there.name + SUFFIX)
+    if there.is_relative_to(here) or here.is_relative_to(aside):
+        raise ConfigError(
+            explain(
+                "the output would be written inside a directory that it is made of, or over it",
+                where=str(out),
+                got=f"the source {source}",
+                expected=f"two directories, neither in the other, and a source that isn't {aside.name}",
+                do="name an output elsewhere",
+            )
+        )
+
+
+def _refuse_foreign(aside: Path) -> None:
+    """Raise CheckpointError where what stands at the name to write aside is none of ours."""
+    if not os.path.lexists(aside):
+        return
+    if not aside.is_dir() or (any(aside.iterdir()) and not (aside / JOURNAL).is_file()):
+        raise CheckpointError(
+            explain(
+                "something else stands where the conversion would be written aside",
+                where=str(aside),
+                got=None if aside.is_dir() else "no directory",
+                expected="no such directory, or one that an interrupted conversion left",
+                do="move it, or name another output",
+            )
+        )
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that there is."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
+
+
 def check_room(place: Path, needed: int) -> None:
     """Raise CheckpointError unless ``needed`` bytes and some more are free where ``place`` is."""
-    free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+    free = shutil.disk_usage(existing(place)).free
     if free < needed + _SPARE:
         raise CheckpointError(
             explain(
@@ -179,7 +247,7 @@ def check_room(place: Path, needed: int) -> None:
 
 def unfinished(directory: Path) -> bool:
     """Whether a directory is one in the making."""
-    return directory.name.endswith(SUFFIX) and (directory / _JOURNAL).is_file()
+    return directory.name.endswith(SUFFIX) and (directory / JOURNAL).is_file()
 
 
 def to_disk(path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from megarl.errors import CheckpointError, explain
-from megarl.weights.regions import Box, as_slices, box_shape, carry, intersect
+from megarl.weights.regions import Box, as_slices, box_shape, carry, intersect, whole
 
 METADATA = ".metadata"
 
@@ -36,15 +38,9 @@ class Reader:
     def __init__(self, directory: Path):
         """Read the table of contents. Raises CheckpointError where there is none, or a damaged one."""
         self.directory = directory
-        metadata = read_metadata(directory)
+        self.tensors, self.stored = read_contents(directory)
         self._files = FileSystemReader(directory)
-        self._files.set_up_storage_reader(metadata, is_coordinator=True)
-        self.stored = {index: info for index, info in metadata.storage_data.items()}
-        self.tensors = {
-            key: StoredTensor(tuple(m.size), m.properties.dtype, tuple(_chunk_box(c) for c in m.chunks))
-            for key, m in metadata.state_dict_metadata.items()
-            if isinstance(m, TensorStorageMetadata)
-        }
+        self._files.set_up_storage_reader(Metadata({}, storage_data=self.stored), is_coordinator=True)
         self._by_place: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = {}
 
     def chunks(self, key: str, box: Box, leading: int) -> list[Box]:
@@ -52,12 +48,19 @@ class Reader:
         where = (key, leading)
         if where not in self._by_place:
             places: dict[tuple[int, ...], list[Box]] = defaultdict(list)
-            for chunk in self.tensors[key].chunks:
-                for place in _places(chunk[:leading]):
+            stored = self.tensors[key]
+            for chunk in stored.chunks:
+                inside = intersect(chunk, whole(stored.shape))  # a damaged one may lead far out of it
+                for place in _places(inside[:leading]) if inside is not None else ():
                     places[place].append(chunk)
             self._by_place[where] = places
         found = self._by_place[where].get(tuple(start for start, _ in box[:leading]), [])
         return [chunk for chunk in found if intersect(chunk, box) is not None]
+
+    def file_of(self, key: str, chunk: Box) -> str | None:
+        """The file that holds a chunk of tensor ``key``; None where the table of contents names none."""
+        found = self.stored.get(MetadataIndex(key, torch.Size([start for start, _ in chunk])))
+        return None if found is None else found.relative_path
 
     def read(self, key: str, box: Box, chunks: Sequence[Box], out: torch.Tensor) -> None:
         """Fill ``out`` with ``box`` of tensor ``key`` from ``chunks``, each read once; numbers are cast to out's dtype."""
@@ -79,7 +82,7 @@ class Reader:
             )
         try:
             self._files.read_data(LoadPlan(items), _Into(out)).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, KeyError) as error:
+        except Exception as error:  # damaged bytes have torch's loader raise anything
             raise CheckpointError(
                 explain(
                     "a tensor of the checkpoint can't be read",
@@ -119,10 +122,6 @@ class _Into(LoadPlanner):
         raise NotImplementedError("the plan is made by Reader.read")
 
 
-def _chunk_box(chunk: ChunkStorageMetadata) -> Box:
-    return tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-
-
 def _places(leading: Box) -> Iterator[tuple[int, ...]]:
     if not leading:
         yield ()
@@ -132,31 +131,90 @@ def _places(leading: Box) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """The table of contents of a checkpoint. It is a pickle: only plain records of torch's own are made from it, nothing is run.
+def read_contents(directory: Path) -> tuple[dict[str, StoredTensor], dict[MetadataIndex, Any]]:
+    """The tensors of a checkpoint, and where each chunk is: torch's own records, whose fields were looked at.
 
-    Raises CheckpointError where it is missing, damaged, or asks for anything else.
+    The table of contents is a pickle: only plain records of torch's own are made from it, nothing is run. Raises CheckpointError where it
+    is missing, damaged, or asks for anything else.
     """
     path = directory / METADATA
     try:
-        with open(path, "rb") as file:
-            found = _Plain(file).load()
-    except FileNotFoundError as error:
+        data = path.read_bytes()
+        _check_opcodes(data)
+        found = _Plain(io.BytesIO(data)).load()
+        return _contents(found)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        there = "" if directory.is_dir() else "a file" if directory.exists() else "no such directory"
         raise CheckpointError(
             explain(
                 "no Megatron distributed checkpoint here",
                 where=str(directory),
+                got=there or None,
                 expected=f"{METADATA} and *.distcp files",
                 do="name the directory that holds them, as RUN/checkpoints/step_N/actor",
             )
         ) from error
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:
+    except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
-            explain("the checkpoint's table of contents is damaged", where=str(path), got=error, do="copy the checkpoint again")
+            explain(
+                "the checkpoint's table of contents is damaged",
+                where=str(path),
+                got=f"{type(error).__name__}: {error}",
+                do="copy the checkpoint again",
+            )
         ) from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, Mapping):
-        raise CheckpointError(explain("the checkpoint's table of contents is of another form", where=str(path), got=type(found).__name__))
-    return found
+
+
+def _contents(found: Any) -> tuple[dict[str, StoredTensor], dict[MetadataIndex, Any]]:
+    """What :func:`read_contents` returns. All that is taken from the records goes through here: a damaged pickle may put anything there.
+
+    Raises any error for a field that isn't what it should be.
+    """
+    if not isinstance(found, Metadata):
+        raise ValueError(f"not a table of contents but {type(found).__name__}")
+    tensors = {}
+    for key, meta in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise ValueError(f"not a name: {key!r}")
+        if isinstance(meta, TensorStorageMetadata):
+            tensors[key] = _stored_tensor(key, meta)
+    for index, info in found.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+            raise ValueError(f"not a place of a tensor: {index!r}")
+        if index.offset is not None:
+            _numbers(index.offset, f"offset of {index.fqn}")
+        _numbers((info.offset, info.length), f"place of {index.fqn}")
+        _check_file(info.relative_path, index.fqn)
+        if info.transform_descriptors:
+            raise ValueError(f"{index.fqn} is stored by {info.transform_descriptors!r}, which this megarl doesn't undo")
+    return tensors, dict(found.storage_data)
+
+
+def _stored_tensor(key: str, meta: TensorStorageMetadata) -> StoredTensor:
+    shape, dtype = _numbers(meta.size, f"shape of {key}"), meta.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype of {key}: {dtype!r}")
+    chunks = []
+    for chunk in meta.chunks:
+        first, sizes = _numbers(chunk.offsets, f"a chunk of {key}"), _numbers(chunk.sizes, f"a chunk of {key}")
+        if not isinstance(chunk, ChunkStorageMetadata) or not len(first) == len(sizes) == len(shape):
+            raise ValueError(f"a chunk of {key}, of shape {shape}: {chunk!r}")
+        chunks.append(tuple((start, start + size) for start, size in zip(first, sizes, strict=True)))
+    return StoredTensor(shape, dtype, tuple(chunks))
+
+
+def _numbers(values: Any, what: str) -> tuple[int, ...]:
+    """Sizes or offsets, none of them negative."""
+    if not isinstance(values, (tuple, list)) or any(type(value) is not int or value < 0 for value in values) or prod(values) >= 1 << 63:
+        raise ValueError(f"{what}: {values!r}")
+    return tuple(values)
+
+
+def _check_file(name: Any, key: str) -> None:
+    """Raise ValueError unless a file lies below the checkpoint."""
+    place = PurePosixPath(name) if isinstance(name, str) and name and "\0" not in name else None
+    if place is None or place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"{key} would be read from {name!r}, which is no file of the checkpoint")
 
 
 _RECORDS = {
@@ -182,3 +240,38 @@ class _Plain(pickle.Unpickler):
         if name in _RECORDS.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no record of a checkpoint")
+
+
+_ARGUMENTS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
+_PREFIXES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+             pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
+_LONG_PUT, _PUT, _STOP = (ord(code) for code in "rp.")
+_TWO_LINES = b"ic"
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Raise ValueError for a pickle that would number its memo beyond its own length: the loader takes memory for every number below."""
+    at, end = 0, len(data)
+    while at < end:
+        opcode = data[at]
+        length = _ARGUMENTS.get(opcode)
+        if length is None:
+            raise ValueError(f"no pickle from byte {at} on")
+        at += 1
+        if length == pickletools.UP_TO_NEWLINE:
+            stop = data.find(b"\n", at) + 1
+            if stop == 0 or (opcode == _PUT and (not data[at : stop - 1].isdigit() or int(data[at : stop - 1]) > end)):
+                raise ValueError(f"no pickle from byte {at} on")
+            if opcode in _TWO_LINES:
+                stop = data.find(b"\n", stop) + 1 or end
+            at = stop
+        elif length < 0:
+            size = _PREFIXES[length]
+            at += size + int.from_bytes(data[at : at + size], "little")
+        else:
+            if opcode == _LONG_PUT and int.from_bytes(data[at : at + 4], "little") > end:
+                raise ValueError(f"no pickle from byte {at} on")
+            at += length
+        if opcode == _STOP:
+            return
+    raise EOFError("it breaks off")

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.config.model_checks import check_model_files
 from megarl.convert.aside import unfinished
-from megarl.convert.companions import CONFIG, companions
+from megarl.convert.companions import CONFIG, check_companions, companions
 from megarl.convert.distcp_read import METADATA, Reader
 from megarl.convert.dry_run import is_optimizer
 from megarl.convert.hf_model import HfModel
@@ -24,6 +24,8 @@ from megarl.convert.targets import ModelPlan
 from megarl.convert.to_megatron import HF
 from megarl.errors import CheckpointError, MegarlError, ModelError, explain
 from megarl.weights.dtypes import DTYPE_NAMES
+
+_SHOWN = 20  # lines of one kind; JSON has all
 
 
 @dataclass
@@ -65,17 +67,23 @@ class Inspection:
             + (f"; {size(self.optimizer_bytes)} of it states of the optimizer" if self.optimizer_bytes else ""),
             f"  beside them: {', '.join(self.beside) or 'nothing'}",
         ]
-        lines += [f"  left out:    {name}: {reason}" for name, reason in self.dropped.items()]
-        lines += [f"  no table:    {line}" for line in self.unknown]
+        lines += _first([f"  left out:    {name}: {reason}" for name, reason in self.dropped.items()])
+        lines += _first([f"  no table:    {line}" for line in self.unknown])
         if not self.missing:
             return [*lines, "  whole: nothing is missing"]
-        return [*lines, f"  NOT WHOLE: {len(self.missing)} problems", *("    " + p.replace("\n", "\n    ") for p in self.missing)]
+        problems = _first(["    " + problem.replace("\n", "\n    ") for problem in self.missing])
+        return [*lines, f"  NOT WHOLE: {len(self.missing)} problems", *problems]
+
+
+def _first(lines: list[str]) -> list[str]:
+    """As many lines as people read; a large model may have thousands."""
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"    and {len(lines) - _SHOWN} more: --json lists all"]
 
 
 def inspect(directory: Path) -> Inspection:
     """Look at a directory of either format. Reads tables of contents alone. Raises ModelError for one that is neither."""
     if not directory.is_dir():
-        raise ModelError(explain("no such directory", where=str(directory)))
+        raise ModelError(explain("a file, and no directory" if directory.exists() else "no such directory", where=str(directory)))
     if unfinished(directory):
         return Inspection(str(directory), "unfinished conversion", missing=["the conversion didn't end: run the same command to go on"])
     if (directory / METADATA).is_file() or any(directory.glob("*.distcp")):
@@ -106,6 +114,7 @@ def _inspect_hf(directory: Path) -> Inspection:
     _describe(found, model.plan)
     found.files, found.dropped = model.scan.files, dict(model.dropped)
     found.missing += [str(problem) for problem in model.scan.problems]
+    _check_beside(found, directory)
     if not model.scan.problems:
         try:
             check_model_files(directory)
@@ -113,6 +122,13 @@ def _inspect_hf(directory: Path) -> Inspection:
             found.missing.append(str(error))
     found.dtypes = _hf_dtypes(model)
     return found
+
+
+def _check_beside(found: Inspection, directory: Path) -> None:
+    try:
+        check_companions(directory)
+    except ModelError as error:
+        found.missing.append(str(error))
 
 
 def _count_tensors(found: Inspection, directory: Path) -> None:
@@ -146,6 +162,8 @@ def _inspect_megatron(directory: Path) -> Inspection:
     found.layout, found.dtypes = _layout(model), _megatron_dtypes(model)
     found.optimizer_bytes = sum(prod(t.shape) * t.dtype.itemsize for key, t in model.reader.tensors.items() if is_optimizer(key))
     found.missing += [str(problem) for problem in model.problems]
+    if (directory / HF).is_dir():
+        _check_beside(found, directory / HF)
     return found
 
 
@@ -162,10 +180,9 @@ def _count_keys(found: Inspection, directory: Path) -> None:
 def _layout(model: MegatronModel) -> str:
     """How the tensors are cut; any layout loads them."""
     counts = []
-    for target in model.plan.targets:
-        if target.place.key in model.reader.tensors:
-            box = target.box(tuple((0, length) for length in target.shape))
-            counts.append(len(model.reader.chunks(target.place.key, box, len(target.place.counts))))
+    for target in model.sound:
+        box = target.box(tuple((0, length) for length in target.shape))
+        counts.append(len(model.reader.chunks(target.place.key, box, len(target.place.counts))))
     if not counts:
         return ""
     least, most = min(counts), max(counts)
@@ -174,12 +191,9 @@ def _layout(model: MegatronModel) -> str:
 
 def _megatron_dtypes(model: MegatronModel) -> dict[str, int]:
     dtypes: dict[str, int] = defaultdict(int)
-    for target in model.plan.targets:
-        if target.place.key in model.reader.tensors:
-            dtype = model.dtype(target)
-            dtypes[DTYPE_NAMES.get(dtype, str(dtype))] += dtype.itemsize * sum(
-                prod(stop - start for start, stop in copy.target.box) for copy in target.copies
-            )
+    for target in model.sound:
+        dtype = model.dtype(target)
+        dtypes[DTYPE_NAMES[dtype]] += dtype.itemsize * sum(prod(stop - start for start, stop in copy.target.box) for copy in target.copies)
     return dict(dtypes)
 
 

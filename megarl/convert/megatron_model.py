@@ -12,6 +12,8 @@ import torch
 from megarl.convert.distcp_read import Reader
 from megarl.convert.targets import PIECE_BYTES, ModelPlan, Target, plan_model
 from megarl.errors import CheckpointError, MegarlError, explain
+from megarl.weights.dtypes import DTYPE_NAMES
+from megarl.weights.model_record import FILE as RECORD
 from megarl.weights.model_record import ModelRecord, read_record
 from megarl.weights.regions import Box, intersect, overlap, volume, whole
 
@@ -35,6 +37,7 @@ class MegatronModel:
     plan: ModelPlan
     reader: Reader
     problems: list[MegarlError] = field(default_factory=list)
+    sound: list[Target] = field(default_factory=list)  # parameters that the table of contents has whole
 
     def read(self, unit: Unit, out: torch.Tensor) -> None:
         """Fill ``out``, of the shape of the unit's rows."""
@@ -95,12 +98,31 @@ def examine(directory: Path) -> MegatronModel:
     """The same, with what is wrong as ``problems``. Raises where table of contents or record can't be read."""
     reader = Reader(directory)
     record = read_record(directory)
-    model = MegatronModel(directory, record, plan_model(record.hf_config, record.head), reader)
+    model = MegatronModel(directory, record, _plan(directory, record), reader)
     for target in model.plan.targets:
         if (problem := _check_target(model, target)) is not None:
             model.problems.append(problem)
+        else:
+            model.sound.append(target)
     model.problems.extend(_check_files(reader))
     return model
+
+
+def _plan(directory: Path, record: ModelRecord) -> ModelPlan:
+    """Where the record's model has its parameters. Raises MegarlError for a record that no conversion and no run wrote."""
+    try:
+        return plan_model(record.hf_config, record.head)
+    except MegarlError:
+        raise
+    except Exception as error:  # tables expect what config.json was checked for
+        raise CheckpointError(
+            explain(
+                "the record of the model has a configuration that no model can be of",
+                where=str(directory / RECORD),
+                got=f"{type(error).__name__}: {error}",
+                do="copy the checkpoint again, or convert the model again",
+            )
+        ) from error
 
 
 def _check_target(model: MegatronModel, target: Target) -> CheckpointError | None:
@@ -109,6 +131,12 @@ def _check_target(model: MegatronModel, target: Target) -> CheckpointError | Non
     if stored is None:
         return CheckpointError(
             explain("a tensor is missing from the checkpoint", where=str(model.directory), expected=key, do="take another checkpoint")
+        )
+    if stored.dtype not in DTYPE_NAMES:
+        return CheckpointError(
+            explain(
+                "a tensor is not of plain floating-point numbers", where=where, got=stored.dtype, expected=", ".join(DTYPE_NAMES.values())
+            )
         )
     real = target.box(_real(target))
     # The first dimension of embedding and output layer is padded, by a number that depends on the layout that wrote it.
@@ -134,6 +162,10 @@ def _check_target(model: MegatronModel, target: Target) -> CheckpointError | Non
                 expected=f"{volume(real)} elements",
                 do="take another checkpoint: this one was written in part",
             )
+        )
+    if (lost := next((chunk for chunk in chunks if model.reader.file_of(key, chunk) is None), None)) is not None:
+        return CheckpointError(
+            explain("the table of contents doesn't say where a piece of a tensor is", where=where, got=lost, do="copy the checkpoint again")
         )
     return None
 

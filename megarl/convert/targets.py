@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.errors import CheckpointError, ModelError, explain
+from megarl.errors import ModelError, explain
 from megarl.types import Layout, Rank
 from megarl.weights.checkpoint_keys import Place, place_of, stacks_layers
 from megarl.weights.families import model_family
@@ -69,6 +69,7 @@ def plan_model(hf_config: Mapping[str, Any], head: str) -> ModelPlan:
 
     Needs nothing of Megatron: what can't be computed in a lane still converts.
     """
+    architecture_of(hf_config)
     family = model_family(hf_config)
     rank = Rank(0, Layout())
     shards = family.shard(hf_config, rank, head=head, spec="te")
@@ -94,8 +95,25 @@ def _stacked(family: Family, hf_config: Mapping[str, Any]) -> bool:
 
 def head_of(hf_config: Mapping[str, Any]) -> str:
     """ "value" for a ...ForSequenceClassification, else "lm"."""
-    names = hf_config.get("architectures") or [""]
-    return "value" if str(names[0]).endswith("ForSequenceClassification") else "lm"
+    return "value" if architecture_of(hf_config).endswith("ForSequenceClassification") else "lm"
+
+
+def architecture_of(hf_config: Mapping[str, Any]) -> str:
+    """The class that config.json names first; "" where it names none. Raises ModelError for what is no list of names."""
+    names = hf_config.get("architectures")
+    if names is None or names == []:
+        return ""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            explain(
+                "`architectures` of this model names no class",
+                where="config.json",
+                got=repr(names)[:200],
+                expected='a list of names, as in ["LlamaForCausalLM"]',
+                do="correct it",
+            )
+        )
+    return names[0]
 
 
 def pieces(shape: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES) -> Iterator[Box]:
@@ -107,25 +125,3 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES) -> I
     step = max(1, limit // max(row, 1))
     for start in range(0, shape[0], step):
         yield ((start, min(start + step, shape[0])), *whole(shape[1:]))
-
-
-def refuse_existing(out: Any) -> None:
-    """Raise CheckpointError where something stands at ``out``."""
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(
-            explain("the directory to write exists already; nothing was changed", where=str(out), do="name a new one, or move this one")
-        )
-
-
-def no_place_for(names: list[str], where: str, plan: ModelPlan) -> ModelError:
-    """The error of tensors that the model has no place for."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ModelError(
-        explain(
-            "the weights have tensors that config.json has no place for",
-            where=where,
-            got=", ".join(names[:4]) + more,
-            expected=f"the {len(plan.shapes)} tensors of this {plan.hf_config['model_type']}",
-            do="take config.json and weights from one model; merge adapters first",
-        )
-    )

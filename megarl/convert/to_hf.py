@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import yaml
 
-from megarl.convert.aside import Aside
-from megarl.convert.companions import CONFIG, copy_companions
+from megarl.convert.aside import Aside, check_output, refuse_inside
+from megarl.convert.companions import CONFIG, check_companions, copy_companions, has_tokenizer
 from megarl.convert.distcp_read import METADATA
 from megarl.convert.hf_files import HfWriter, Laid, lay_out, write_index
 from megarl.convert.megatron_model import MegatronModel, Unit, open_megatron_model
 from megarl.convert.memory import Memory
 from megarl.convert.progress import Progress
-from megarl.convert.targets import refuse_existing
+from megarl.convert.targets import architecture_of
 from megarl.convert.to_megatron import HF
+from megarl.convert.verify import verify
 from megarl.errors import ConfigError, explain
 from megarl.weights.dtypes import DTYPE_NAMES, DTYPES
 from megarl.weights.hf_export import export_config
@@ -36,18 +37,22 @@ def to_hf(
     tokenizer: Path | None = None,
     dtype: str | None = None,
     shard_bytes: int = 5 * 10**9,
+    verified: bool = False,
     quiet: bool = False,
 ) -> MegatronModel:
     """Write the Hugging Face directory ``out`` of the model in ``megatron_dir``, of any layout. Returns the model.
 
     ``tokenizer``: a directory with generation configuration, tokenizer and chat template, for a checkpoint that has none itself.
     ``dtype``: of all tensors; None: each as it was in the directory that was converted, or as the run stored it. No file exceeds
-    ``shard_bytes`` unless one tensor does. Raises CheckpointError for a checkpoint that is not whole, and an ``out`` that exists or can't
-    be written.
+    ``shard_bytes`` unless one tensor does. ``verified``: compare the result with the source before ``out`` appears. Raises CheckpointError
+    for a checkpoint that is not whole, and an ``out`` that exists or can't be written; ModelError for a number that has no room in
+    ``dtype``; ConfigError for an ``out`` in what it is made of; DiffersError for a result that isn't its source.
     """
-    refuse_existing(out)
+    check_output(out)
     model = open_megatron_model(megatron_dir)
+    refuse_inside(out, megatron_dir)
     beside = companions_of(megatron_dir, tokenizer)
+    refuse_inside(out, beside)
     dtypes = dtypes_of(model, dtype)
     config = config_of(model, dtypes, changed=dtype is not None)
     laid = lay_out(model.plan.shapes, dtypes, shard_bytes)
@@ -73,22 +78,39 @@ def to_hf(
                     aside.finished(i)
             with aside.guarded(aside.path):
                 writer.finish()
+                aside.keep_only(list(laid.sizes))
                 write_index(aside.path, laid)
                 copy_companions(beside, aside.path, config=config)
-        aside.publish()
         if progress:
             progress.finish()
+        if verified:
+            aside.check(lambda: verify(aside.path, megatron_dir, by_demand=dtype is not None, quiet=quiet))
+        aside.publish()
     return model
 
 
 def companions_of(megatron_dir: Path, tokenizer: Path | None) -> Path:
     """Where tokenizer and chat template come from: what is named, what a conversion put beside the checkpoint, or the run's own model.
 
-    Raises ConfigError for nowhere.
+    Raises ConfigError for nowhere, and ModelError for files there that can't be copied.
     """
+    found = _companions_of(megatron_dir, tokenizer)
+    check_companions(found)
+    return found
+
+
+def _companions_of(megatron_dir: Path, tokenizer: Path | None) -> Path:
     if tokenizer is not None:
-        if not tokenizer.is_dir():
-            raise ConfigError(explain("no such directory", where=f"--tokenizer {tokenizer}", do="name the model that the run began with"))
+        if not tokenizer.is_dir() or not has_tokenizer(tokenizer):
+            other = "a file, and no directory" if tokenizer.exists() else "no such directory"
+            raise ConfigError(
+                explain(
+                    "no tokenizer here" if tokenizer.is_dir() else other,
+                    where=f"--tokenizer {tokenizer}",
+                    expected="a directory with tokenizer.json, tokenizer.model, vocab.json or the like",
+                    do="name the model that the run began with",
+                )
+            )
         return tokenizer
     if (megatron_dir / HF).is_dir():
         return megatron_dir / HF
@@ -113,7 +135,7 @@ def _model_of_run(role: Path) -> Path | None:
         return None
     try:
         found = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+    except (yaml.YAMLError, OSError, ValueError, RecursionError):
         return None
     own = found.get(role.name) if isinstance(found, dict) else None
     named = (own.get("model") if isinstance(own, dict) else None) or (found.get("model") if isinstance(found, dict) else None)
@@ -125,23 +147,21 @@ def dtypes_of(model: MegatronModel, dtype: str | None) -> dict[str, torch.dtype]
     if dtype is not None:
         return dict.fromkeys(model.plan.shapes, DTYPES[dtype])
     stored = {copy.source.name: model.dtype(target) for target in model.plan.targets for copy in target.copies}
-    if not (model.directory / HF).is_dir():
-        return {name: stored[name] for name in model.plan.shapes}
-    return {name: DTYPES[model.record.dtype_of(name)] for name in model.plan.shapes}
+    noted = {name: model.record.dtype_of(name) for name in model.plan.shapes}
+    return {name: stored[name] if dtype_name is None else DTYPES[dtype_name] for name, dtype_name in noted.items()}
 
 
 def config_of(model: MegatronModel, dtypes: Mapping[str, torch.dtype], *, changed: bool) -> dict[str, Any]:
-    """The configuration to write: the source's own where head and dtypes are."""
+    """The configuration to write: the converted directory's own where dtypes are, a run's with the head and the dtype that it stored."""
     config = {key: value for key, value in model.record.hf_config.items() if key != "quantization_config"}
-    if (model.directory / HF).is_dir() and not changed:
+    if model.record.converted and not changed:
         return config
     counts: dict[torch.dtype, int] = {}
     for name in dtypes:
         counts[dtypes[name]] = counts.get(dtypes[name], 0) + 1
     most = max(counts, key=lambda dtype: counts[dtype])
     named = config.get("dtype") or config.get("torch_dtype")
-    architecture = str((config.get("architectures") or [""])[0])
-    if named == DTYPE_NAMES[most] and (model.record.head == "lm" or architecture.endswith("ForSequenceClassification")):
+    if named == DTYPE_NAMES[most] and (model.record.head == "lm" or architecture_of(config).endswith("ForSequenceClassification")):
         return config
     return export_config(config, most, model.record.head)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.convert.aside import Aside
-from megarl.convert.companions import copy_companions
+from megarl.convert.aside import Aside, check_output, refuse_inside
+from megarl.convert.companions import check_companions, copy_companions
 from megarl.convert.distcp import Piece, Writer, metadata_of
 from megarl.convert.hf_model import HfModel, open_hf_model
 from megarl.convert.progress import Progress
-from megarl.convert.source import Files
-from megarl.convert.targets import PIECE_BYTES, Target, pieces, refuse_existing
+from megarl.convert.targets import PIECE_BYTES, Target, pieces
+from megarl.convert.verify import verify
+from megarl.weights.hf_source import Files
 from megarl.weights.regions import Box, as_slices, volume
 
 HF = "hf"  # what else the source holds: configuration, tokenizer, chat template
@@ -36,14 +37,17 @@ class Part:
     local: Box
 
 
-def to_megatron(hf_dir: Path, out: Path, *, file_bytes: int = 10**9, quiet: bool = False) -> HfModel:
+def to_megatron(hf_dir: Path, out: Path, *, file_bytes: int = 10**9, verified: bool = False, quiet: bool = False) -> HfModel:
     """Write the checkpoint ``out`` of the model in ``hf_dir``; any layout loads it. Returns the model.
 
-    ``file_bytes``: about the size of one file, after which an interrupted conversion goes on. Raises ModelError for a source that is not
-    whole, CheckpointError for an ``out`` that exists or can't be written.
+    ``file_bytes``: about the size of one file, after which an interrupted conversion goes on. ``verified``: compare the result with the
+    source before ``out`` appears. Raises ModelError for a source that is not whole, ConfigError for an ``out`` in it, CheckpointError for
+    one that exists or can't be written, DiffersError for a result that isn't its source.
     """
-    refuse_existing(out)
+    check_output(out)
     model = open_hf_model(hf_dir)
+    refuse_inside(out, hf_dir)
+    check_companions(hf_dir)
     groups = group_parts(all_parts(model), file_bytes)
     total = sum(part.piece.nbytes for group in groups for part in group)
     with Aside(out) as aside:
@@ -58,6 +62,9 @@ def to_megatron(hf_dir: Path, out: Path, *, file_bytes: int = 10**9, quiet: bool
         _finish(aside, writer, model, groups)
         if progress:
             progress.finish()
+        if verified:
+            aside.check(lambda: verify(hf_dir, aside.path, quiet=quiet))
+        aside.publish()
     return model
 
 
@@ -126,14 +133,14 @@ def _finish(aside: Aside, writer: Writer, model: HfModel, groups: list[list[Part
         for part, (offset, length) in zip(group, aside.groups[number], strict=True):
             index = MetadataIndex(part.piece.key, torch.Size([start for start, _ in part.piece.box]))
             results.append(WriteResult(index, length, _StorageInfo(file_name(number), offset, length)))
+    aside.keep_only([file_name(number) for number in range(len(groups))])
     with aside.guarded(aside.path):
-        record = model.record()
+        record = replace(model.record(), converted=True)
         copy_companions(model.directory, aside.path / HF, config=record.hf_config)
         record.write(aside.path)
         torch.save({}, aside.path / "common.pt")  # what is no tensor: nothing
         (aside.path / "metadata.json").write_text(json.dumps(_BACKEND))
         writer.finish(metadata_of([part.piece for group in groups for part in group]), [results])
-    aside.publish()
 
 
 def file_name(group: int) -> str:

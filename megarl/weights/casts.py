@@ -37,7 +37,8 @@ def cast(numbers: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
     if torch.finfo(dtype).max < torch.finfo(numbers.dtype).max and bool((infinite := torch.isinf(found)).any()):
         _check_infinite(numbers, dtype, infinite, where)
     if bool((nan := torch.isnan(numbers)).any()):
-        found[nan] = _nan(numbers[nan], dtype)
+        # As integers: a single number is put by way of a double, which changes a NaN.
+        found.view(_BITS[dtype].integer)[nan] = _nan(numbers[nan], dtype)
     return found
 
 
@@ -48,7 +49,7 @@ def _check_infinite(numbers: torch.Tensor, dtype: torch.dtype, infinite: torch.T
             explain(
                 f"a number has no room in {DTYPE_NAMES[dtype]}",
                 where=where,
-                got=f"{float(numbers[lost][0]):g} and {int(lost.sum()) - 1} more of such size in this part",
+                got=f"{float(numbers[lost][0]):g}" + (f" and {more} more in this part of it" if (more := int(lost.sum()) - 1) else ""),
                 expected=f"at most {torch.finfo(dtype).max:g}",
                 do="choose another dtype: bfloat16 has the range of float32",
             )
@@ -56,7 +57,7 @@ def _check_infinite(numbers: torch.Tensor, dtype: torch.dtype, infinite: torch.T
 
 
 def _nan(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """NaNs [n] in another dtype, with as much of their payload, from its upper end, as there is room for: conversions change it."""
+    """The bits of NaNs [n] in another dtype, with as much of their payload, from its upper end, as has room: conversions change it."""
     old, new = _BITS[numbers.dtype], _BITS[dtype]
     bits = numbers.contiguous().view(old.integer).to(torch.int64)
     payload, more = bits & ((1 << old.fraction) - 1), new.fraction - old.fraction
@@ -64,4 +65,4 @@ def _nan(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     payload = torch.where(payload == 0, 1 << (new.fraction - 1), payload)  # 0 would be an infinity
     exponent = ((1 << (new.all - 1 - new.fraction)) - 1) << new.fraction
     negative = torch.where(bits < 0, -(1 << (new.all - 1)), 0)
-    return (payload + exponent + negative).to(new.integer).view(dtype)
+    return (payload + exponent + negative).to(new.integer)

@@ -170,6 +170,7 @@ def test_a_critic_of_a_run_becomes_a_classifier_of_one_label(tmp_path: Path) -> 
     source = save_model("qwen2", tmp_path / "hf")
     (tmp_path / "critic").mkdir()
     (expected,) = run_ranks(Layout(), value_head, source, tmp_path / "critic")
+    (source / "tokenizer.json").write_text("{}")
     to_hf(tmp_path / "critic", tmp_path / "back", tokenizer=source, quiet=True)
     assert config(tmp_path / "back")["architectures"] == ["Qwen2ForSequenceClassification"]
     assert config(tmp_path / "back")["dtype"] == "bfloat16"

@@ -47,3 +47,9 @@ def test_a_number_without_room_is_named(dtype: torch.dtype, number: float, to: t
 def test_infinities_and_roundings_pass() -> None:
     numbers = torch.tensor([float("inf"), -float("inf"), 65519.0, 1e-9, -0.0])  # 65519 rounds down to the largest
     assert torch.equal(cast(numbers, torch.float16, "x"), numbers.half())
+
+
+def test_one_nan_alone_keeps_its_payload() -> None:
+    signalling = torch.tensor([0x7F81], dtype=torch.int16)
+    there = cast(signalling.view(torch.bfloat16), torch.float32, "x")
+    assert torch.equal(cast(there, torch.bfloat16, "x").view(torch.int16), signalling)
