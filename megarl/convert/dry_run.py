@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megarl.convert.aside import check_output, existing, refuse_inside
 from megarl.convert.companions import check_companions, left_out
-from megarl.convert.hf_files import lay_out
 from megarl.convert.hf_model import HfModel, open_hf_model
 from megarl.convert.megatron_model import open_megatron_model
 from megarl.convert.progress import size
@@ -19,6 +18,7 @@ from megarl.convert.to_hf import companions_of, config_of, dtypes_of
 from megarl.convert.to_megatron import all_parts
 from megarl.weights import fp8
 from megarl.weights.dtypes import DTYPE_NAMES
+from megarl.weights.hf_layout import lay_out
 from megarl.weights.regions import Box, Region, overlap, volume
 
 

@@ -11,11 +11,9 @@ import torch
 
 from megarl.convert.memory import WRITE_BYTES, start_writing
 from megarl.weights.casts import cast
-from megarl.weights.hf_layout import Laid, lay_out, write_index
+from megarl.weights.hf_layout import Laid
 from megarl.weights.hf_source import CODES, as_bytes, runs
 from megarl.weights.regions import Region, box_shape
-
-__all__ = ["HfWriter", "Laid", "lay_out", "write_index"]
 
 PART = ".part"  # behind a file's name until the whole directory is done
 

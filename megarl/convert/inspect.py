@@ -19,11 +19,12 @@ from megarl.convert.hf_model import examine as examine_hf
 from megarl.convert.megatron_model import MegatronModel
 from megarl.convert.megatron_model import examine as examine_megatron
 from megarl.convert.progress import size
-from megarl.convert.source import CODES, scan
 from megarl.convert.targets import ModelPlan
 from megarl.convert.to_megatron import HF
 from megarl.errors import CheckpointError, MegarlError, ModelError, explain
 from megarl.weights.dtypes import DTYPE_NAMES
+from megarl.weights.hf_headers import scan
+from megarl.weights.hf_source import CODES
 
 _SHOWN = 20  # lines of one kind; JSON has all
 

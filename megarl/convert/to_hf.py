@@ -14,7 +14,7 @@ import yaml
 from megarl.convert.aside import Aside, check_output, refuse_inside
 from megarl.convert.companions import CONFIG, check_companions, copy_companions, has_tokenizer
 from megarl.convert.distcp_read import METADATA
-from megarl.convert.hf_files import HfWriter, Laid, lay_out, write_index
+from megarl.convert.hf_files import HfWriter
 from megarl.convert.megatron_model import MegatronModel, Unit, open_megatron_model
 from megarl.convert.memory import Memory
 from megarl.convert.progress import Progress
@@ -24,6 +24,7 @@ from megarl.convert.verify import verify
 from megarl.errors import ConfigError, explain
 from megarl.weights.dtypes import DTYPE_NAMES, DTYPES
 from megarl.weights.hf_export import export_config
+from megarl.weights.hf_layout import Laid, lay_out, write_index
 from megarl.weights.model_record import FILE as RECORD
 from megarl.weights.regions import as_slices, box_shape
 
