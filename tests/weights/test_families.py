@@ -25,10 +25,11 @@ MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 
 def layouts(mixture: bool) -> list[Layout]:
-    """TP {1, 2, 4} x PP {1, 2, 3, 4} x VPP {1, 2}: 6 layers over 4 stages are uneven. For mixtures also EP {1, 2, 3} x ETP {1, 2}."""
+    """TP {1, 2, 4} x PP {1, 2, 3, 4} x VPP {1, 2}: 6 layers over 4 stages are uneven. For mixtures with up to 3 stages, x EP {1, 2, 3}
+    x ETP {1, 2}."""
     cut = [(t, p, v, 1, 1) for t, p, v in product((1, 2, 4), (1, 2, 3, 4), (1, 2)) if p * v <= 6 and (p, v) != (1, 2)]
     if mixture:
-        cut = [*cut[::3], *product((1, 2, 4), (1, 2), (1,), (1, 2, 3), (1, 2))]
+        cut = [(t, p, v, e, et) for (t, p, v, _, _), e, et in product(cut, (1, 2, 3), (1, 2)) if p <= 3]
     return [Layout(t, p, v, 1, e, et, e * et, sequence_parallel=t > 1) for t, p, v, e, et in cut]
 
 
