@@ -61,7 +61,7 @@ smollm2: $(STAMP)
 	$(BIN)/python recipes/smollm2/prepare.py
 	$(BIN)/megarl train recipes/smollm2-135m-cpu.yaml
 
-# Tests of a cluster run one after another in one process, the others beside them in the second.
+# Two at a time, handed out one by one: in batches, one process would wait for the other's long ones.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
