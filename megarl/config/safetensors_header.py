@@ -47,14 +47,21 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise _damaged(path, f"{size} bytes, less than its header")
         text = stream.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=once)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     if not isinstance(header, dict):
         raise _damaged(path, f"a header that is no object: {type(header).__name__}")
+    meta = header.get(_META, {})
+    if not isinstance(meta, dict) or not all(isinstance(value, str) for value in meta.values()):
+        raise _damaged(path, f"{_META}: {str(meta)[:80]}", "words by name")
     found = {name: _entry(path, name, what, 8 + length) for name, what in header.items() if name != _META}
     _check_places(path, found, 8 + length, size)
     return found
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
