@@ -168,7 +168,7 @@ def _one(kind: str, work: Path, gib: float) -> dict[str, float]:
         import safetensors.torch  # noqa: F401 - its import is not what is measured
 
         return _timed(lambda: _plain(hf, plain), nbytes) | _removed(plain)
-    from transformers.models.auto import configuration_auto  # noqa: F401 - imported at a model's first reading; imports aren't measured here
+    from transformers import LlamaConfig  # noqa: F401 - imported at the reading of a model; imports aren't measured
 
     from megarl.convert.to_hf import to_hf
     from megarl.convert.to_megatron import to_megatron

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from megarl.convert.ahead import read_ahead
 from megarl.convert.aside import Aside, check_output, refuse_inside
 from megarl.convert.companions import CONFIG, check_companions, copy_companions, has_tokenizer
 from megarl.convert.distcp_read import METADATA
@@ -66,12 +68,11 @@ def to_hf(
             with aside.guarded(aside.path):
                 writer.create()
             progress = None if quiet else Progress("to Hugging Face", total, sum(u.nbytes for i in aside.groups for u in groups[i]))
-            memory = Memory()
             for i, group in enumerate(groups):
                 if i not in aside.groups:
-                    for unit in group:
+                    for unit, numbers in read_ahead(group, reading(model)):
                         with aside.guarded(aside.path):
-                            write_unit(model, writer, unit, memory)
+                            write_unit(writer, unit, numbers)
                         if progress:
                             progress.add(unit.nbytes)
                     with aside.guarded(aside.path):
@@ -180,12 +181,22 @@ def group_units(units: Iterator[Unit]) -> list[list[Unit]]:
     return groups
 
 
-def write_unit(model: MegatronModel, writer: HfWriter, unit: Unit, memory: Memory) -> None:
-    """Read some rows of a parameter, and write what they hold of each Hugging Face tensor."""
-    out = memory.tensor(box_shape(unit.local), model.dtype(unit.target))
-    model.read(unit, out)
+def reading(model: MegatronModel) -> Callable[[Unit], torch.Tensor]:
+    """Reads some rows of a parameter, for :func:`read_ahead`: into memory that the one after the next uses again."""
+    memories = cycle((Memory(), Memory()))
+
+    def read(unit: Unit) -> torch.Tensor:
+        out = next(memories).tensor(box_shape(unit.local), model.dtype(unit.target))
+        model.read(unit, out)
+        return out
+
+    return read
+
+
+def write_unit(writer: HfWriter, unit: Unit, numbers: torch.Tensor) -> None:
+    """Write what some rows of a parameter hold of each Hugging Face tensor."""
     for source, into in unit.target.within(unit.local):
-        writer.write(source, out[as_slices(into.box)])
+        writer.write(source, numbers[as_slices(into.box)])
 
 
 def _purpose(model: MegatronModel, laid: Laid, config: Mapping[str, Any], beside: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_a_result_that_differs_gets_no_name(
         if way == "to-megatron":
             arguments[-1].reshape(-1)[:1].view(torch.int32)[0] ^= 1
         else:
-            _, writer, unit, _ = arguments
+            writer, unit, _ = arguments
             for region, into in unit.target.within(unit.local):
                 writer.write(region, torch.ones([stop - start for start, stop in into.box]))
 

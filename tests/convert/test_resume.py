@@ -83,7 +83,7 @@ def test_to_hf_goes_on_after_a_kill(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(to_hf_module, "GROUP_BYTES", 30_000)
     written: list[str] = []
     write_unit = to_hf_module.write_unit
-    monkeypatch.setattr(to_hf_module, "write_unit", lambda *a: (written.append(a[2].target.name), write_unit(*a)))
+    monkeypatch.setattr(to_hf_module, "write_unit", lambda *a: (written.append(a[1].target.name), write_unit(*a)))
     to_hf(megatron, out, shard_bytes=40_000, quiet=True)
     assert 0 < len(written) < 60 and "embedding.word_embeddings.weight" not in written
     assert_same_tensors(tensors(model), tensors(out))
