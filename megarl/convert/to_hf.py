@@ -68,9 +68,10 @@ def to_hf(
             with aside.guarded(aside.path):
                 writer.create()
             progress = None if quiet else Progress("to Hugging Face", total, sum(u.nbytes for i in aside.groups for u in groups[i]))
+            read = reading(model)
             for i, group in enumerate(groups):
                 if i not in aside.groups:
-                    for unit, numbers in read_ahead(group, reading(model)):
+                    for unit, numbers in read_ahead(group, read):
                         with aside.guarded(aside.path):
                             write_unit(writer, unit, numbers)
                         if progress:
@@ -182,7 +183,7 @@ def group_units(units: Iterator[Unit]) -> list[list[Unit]]:
 
 
 def reading(model: MegatronModel) -> Callable[[Unit], torch.Tensor]:
-    """Reads some rows of a parameter, for :func:`read_ahead`: into memory that the one after the next uses again."""
+    """Reads some rows of a parameter, for :func:`read_ahead`, of which two are in use at once: the third has the memory of the first."""
     memories = cycle((Memory(), Memory()))
 
     def read(unit: Unit) -> torch.Tensor:
